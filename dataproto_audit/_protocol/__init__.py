@@ -1,0 +1,1 @@
+"""Parts of :mod:`dataproto_audit.protocol`; import from there."""

@@ -1,0 +1,133 @@
+"""Saved batches: verl's file format (one pickle of one DataProto), written whole, read safely."""
+
+import os
+import pickle
+import secrets
+from pathlib import Path
+from typing import Any
+
+from tensordict import TensorDict
+
+from dataproto_audit._protocol.build import check_rows
+from dataproto_audit._protocol.unpickle import RefusedError, read_state, unpack_untrusted
+from dataproto_audit.codes import ProtocolError, UsageError
+
+UNREADABLE = "DPA810"
+REFUSED = "DPA811"
+
+State = tuple[TensorDict | None, dict[str, Any], dict[str, Any]]
+
+# How pickle and pickletools say that a file ends too early.
+_CUT_OFF = ("truncated", "remain", "exhausted", "not enough data in stream")
+
+_PROTOCOL = 4  # what verl's own pickle.dump writes on the Pythons it supports
+
+
+def write_state(path: str | os.PathLike[str], state: tuple[Any, Any, Any]) -> None:
+    """Write a state tuple as the pickle that verl writes for a DataProto; atomically.
+
+    The class is named ``verl.protocol.DataProto``, so that verl reads the file; pickle would
+    import that name to write it, so its few opcodes are put around the pickled state instead.
+    """
+    body = _dump(state)
+    header = b"".join(
+        (
+            pickle.PROTO + bytes([_PROTOCOL]),
+            _short_text("verl.protocol"),
+            _short_text("DataProto"),
+            pickle.STACK_GLOBAL + pickle.EMPTY_TUPLE + pickle.NEWOBJ,
+        )
+    )
+    # The body starts with its own PROTO (2 bytes) and ends with STOP. BUILD takes the place of
+    # that STOP, since the frame around it counts its bytes.
+    _write_whole(Path(path), header + body[2:-1] + pickle.BUILD + pickle.STOP)
+
+
+def _short_text(text: str) -> bytes:
+    return pickle.SHORT_BINUNICODE + bytes([len(text)]) + text.encode()
+
+
+def _dump(state: tuple[Any, Any, Any]) -> bytes:
+    try:
+        return pickle.dumps(state, protocol=_PROTOCOL)
+    except Exception as error:  # pickling runs the values' own code, which may raise anything
+        raise ProtocolError(
+            f"{_culprit(state)} cannot be pickled ({error}).", "Drop it before saving."
+        ) from error
+
+
+def _culprit(state: tuple[Any, Any, Any]) -> str:
+    for part, name in ((state[1], "non_tensor_batch"), (state[2], "meta_info")):
+        for key, value in part.items():
+            try:
+                pickle.dumps(value, protocol=_PROTOCOL)
+            except Exception:  # noqa: BLE001 # as above
+                return f"{name}[{key!r}]"
+    return "the batch"
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UsageError("DPA802", f"{path} cannot be written: {error.strerror}.") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_state_file(path: str | os.PathLike[str]) -> State:
+    """Read a file written by :func:`write_state` or by verl, in either encoding.
+
+    Errors: :class:`UsageError` for a file that is missing, broken (``DPA810``) or asks for
+    anything besides plain data (``DPA811``). Nothing that the file supplies is executed.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise UsageError(UNREADABLE, f"{path} cannot be read: {error.strerror}.") from error
+    if not data:
+        raise UsageError(
+            UNREADABLE,
+            f"{path} is empty (0 bytes).",
+            "Its writer was stopped, or failed, as verl's does on strided nested tensors.",
+        )
+    try:
+        packed, arrays, meta = read_state(data)
+        batch, arrays, meta = unpack_untrusted(packed), dict(arrays or {}), dict(meta or {})
+        check_rows(batch, arrays)
+        return batch, arrays, meta
+    except RefusedError as error:
+        raise UsageError(
+            REFUSED,
+            f"{path} asks for {_one_line(error)}, which is not on the list of what a saved batch "
+            "may hold. Nothing of it was executed.",
+            "If you trust its writer, load it there and save plain arrays and numbers.",
+        ) from error
+    except Exception as error:  # the bytes of a broken file can make a decoder raise anything
+        raise UsageError(
+            UNREADABLE, f"{path} is no saved DataProto: {_reason(data, error)}.", _hint(data)
+        ) from error
+
+
+def _reason(data: bytes, error: Exception) -> str:
+    if isinstance(error, EOFError) or any(words in str(error) for words in _CUT_OFF):
+        return f"it ends in the middle, after {len(data)} bytes"
+    return f"{type(error).__name__}, {_one_line(error) or 'no further explanation'}"
+
+
+def _one_line(error: Exception) -> str:
+    """The text of an error without what a file could write to a terminal through it."""
+    printable = (char if char.isprintable() else " " for char in str(error))
+    return " ".join("".join(printable).split())[:200]
+
+
+def _hint(data: bytes) -> str:
+    if data.startswith(b"PK"):
+        return "It looks like an archive of torch.save; a DataProto is saved by save_to_disk."
+    return "Save it again with DataProto.save_to_disk."
