@@ -1,0 +1,1 @@
+"""Bytes on disk: tables of a run, run folders, locks, atomic writes."""

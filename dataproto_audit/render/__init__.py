@@ -1,0 +1,1 @@
+"""Presentation: terminal, field table, explanations."""

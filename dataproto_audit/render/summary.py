@@ -1,0 +1,151 @@
+"""The end of a run, and one finding, for a person at a terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from dataproto_audit.codes import CODES
+from dataproto_audit.findings import MAX_LISTED, Finding
+from dataproto_audit.render.text import counts, duration, number, visible
+
+SEVERITY_STYLE = {"fail": "bold red", "warn": "yellow", "info": "cyan"}
+_JSON_KEYS = ("rows", "row_keys", "columns", "evidence", "causes")
+
+
+def stderr_console() -> Console:
+    """A console on stderr: stdout belongs to ``--json``."""
+    return Console(stderr=True, highlight=False)
+
+
+def final_summary(summary: Mapping[str, Any], *, console: Console | None = None) -> None:
+    """Print the summary of a run, from the mapping that ``summary.json`` holds.
+
+    Beside the documented keys these are shown when present: ``stage_wall_s`` {stage: seconds},
+    ``every`` {check: k} for checks that do not run in each step, ``tables`` (where they are),
+    ``wall_s`` and ``audit_cpu_ms_per_step``. What is missing is left out.
+    """
+    console = stderr_console() if console is None else console
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold")
+    grid.add_column(overflow="fold")
+    for name, value in _summary_lines(summary):
+        grid.add_row(name, Text(value))
+    failed = (summary.get("findings") or {}).get("fail", 0)
+    title = f"run finished: {failed} fail" if failed else "run finished: ok"
+    console.print(Panel(grid, title=title, border_style="red" if failed else "green"))
+
+
+def _summary_lines(summary: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    first, last = summary.get("reward_first"), summary.get("reward_last")
+    if first is not None or last is not None:
+        yield "reward", f"{number(first)} -> {number(last)}"
+    steps, world = summary.get("steps"), summary.get("world_size")
+    if steps is not None:
+        on = f" on {world} ranks" if world else ""
+        backend = f" ({visible(summary['backend'])}{on})" if summary.get("backend") else on
+        wall = f" in {duration(summary['wall_s'])}" if summary.get("wall_s") is not None else ""
+        yield "steps", f"{number(steps)}{wall}{backend}"
+    if summary.get("boundaries") is not None:
+        yield "boundaries", number(summary["boundaries"])
+    if "outcomes" in summary:
+        yield "outcomes", counts(summary["outcomes"])
+    if "findings" in summary:
+        yield "findings", counts(summary["findings"])
+    share = summary.get("audit_cpu_share")
+    if share is not None:
+        each = summary.get("audit_cpu_ms_per_step")
+        per_step = f", {number(each)} ms a step" if each is not None else ""
+        yield "audit", f"{100 * share:.2f} % of CPU time, writing the tables included{per_step}"
+    rare = {name: k for name, k in (summary.get("every") or {}).items() if k and k > 1}
+    if rare:
+        listed = ", ".join(f"{visible(name)} every {k} steps" for name, k in sorted(rare.items()))
+        yield "not each step", listed
+    yield from _stage_lines(summary)
+    if summary.get("tables_error"):
+        yield "tables", visible(summary["tables_error"])
+    elif summary.get("tables") or summary.get("run_dir"):
+        yield "tables", visible(summary.get("tables") or summary["run_dir"])
+
+
+def _stage_lines(summary: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    seconds = summary.get("stage_wall_s")
+    if not seconds:
+        names = [str(stage) for stage in summary.get("stages") or ()]
+        if names:
+            yield "stages", visible(", ".join(names))
+        return
+    total = sum(seconds.values()) or 1.0
+    for at, (name, spent) in enumerate(sorted(seconds.items(), key=lambda item: -item[1])):
+        share = f"{100 * spent / total:3.0f} %"
+        yield "time by stage" if at == 0 else "", f"{spent:8.1f} s {share}  {visible(name)}"
+
+
+def render_finding(finding: Finding | Mapping[str, Any]) -> Panel:
+    """A panel with the finding: where, what was expected, why, what to do.
+
+    Takes a :class:`Finding`, its ``to_dict()`` or a row of the ``findings`` table.
+    """
+    data = finding.to_dict() if isinstance(finding, Finding) else _decoded(finding)
+    severity = visible(data["severity"])
+    style = SEVERITY_STYLE.get(severity, "")
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold")
+    grid.add_column(overflow="fold")
+    for name, value in _finding_lines(data):
+        grid.add_row(name, Text(visible(value)))
+    known = CODES.get(data["code"])
+    title = Text(f"{visible(data['code'])} {severity}: ", style=style)
+    title.append(known.title if known else visible(data["check"]))
+    return Panel(grid, title=title, title_align="left", border_style=style)
+
+
+def _finding_lines(data: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    step = "" if data.get("step") is None else f"step {data['step']}, "
+    yield "where", f"{step}{data['when']} {data['stage']}, check {data['check']}"
+    if data.get("field"):
+        yield "field", str(data["field"])
+    if data.get("rows"):
+        yield "rows", _listed(data["rows"])
+    columns = data.get("columns") or {}
+    for row in list(columns)[:3]:
+        yield "columns", f"row {row}: {_listed(columns[row])}"
+    if len(columns) > 3:
+        yield "", f"and {len(columns) - 3} more rows"
+    for name in ("expected", "actual"):
+        if data.get(name):
+            yield name, str(data[name])
+    for name, value in (data.get("evidence") or {}).items():
+        yield "evidence", f"{name}: {_evidence(value)}"
+    if data.get("causes"):
+        yield "causes", " > ".join(map(str, data["causes"]))
+    if data.get("hint"):
+        yield "hint", str(data["hint"])
+    yield "more", f"dataproto-audit explain {data['code']}"
+
+
+def _listed(items: Sequence[Any]) -> str:
+    shown = ", ".join(map(str, items[:MAX_LISTED]))
+    return shown + (f", ... ({len(items)} in all)" if len(items) > MAX_LISTED else "")
+
+
+def _evidence(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={_evidence(item)}" for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return _listed([_evidence(item) for item in value])
+    return number(value)
+
+
+def _decoded(row: Mapping[str, Any]) -> dict[str, Any]:
+    data = dict(row)
+    for key in _JSON_KEYS:
+        if isinstance(data.get(key), str):
+            data[key] = json.loads(data[key])
+    return data
