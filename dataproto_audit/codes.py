@@ -347,6 +347,9 @@ _ENTRIES: tuple[tuple[str, str, str, tuple[str, ...], str], ...] = (
     ("DPA867", "the weights for the rollout engine do not fit together",
      "Pieces of a rank are missing, or ranks exported after different updates.", (),
      "Export from every rank after the same update."),
+    ("DPA868", "Ray could not be started",
+     "The processes that hold the workers did not come up.", (),
+     "Check memory and the free space of the temporary folder; another Ray may be half-started."),
     # -- 9xx our own faults ----------------------------------------------------------------------
     ("DPA901", "a probe failed inside this package",
      "The probe is switched off for the rest of the run; training goes on.", (), "Report it."),

@@ -6,7 +6,7 @@ its column is ``InternalError`` DPA903 with table and column, never a silent con
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import index
@@ -68,11 +68,9 @@ def _array(spec: Table, column: Column, value: Any, rows: int) -> pa.Array:
         if isinstance(value, _SCALARS):
             array = _repeated(column.kind, value, rows)
         elif column.is_text:
-            array = _text(value, column)
-        elif column.is_float and isinstance(value, (list, tuple)):
-            array = pa.array(value, column.arrow)
+            array = _text(value)
         else:
-            array = _numbers(np.asarray(value), column)
+            array = _numbers(value, column.kind)
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
         where = f"the column {column.name} of {spec.name}"
         raise InternalError("DPA903", f"{where} takes {column.kind}: {error}") from error
@@ -84,39 +82,88 @@ def _array(spec: Table, column: Column, value: Any, rows: int) -> pa.Array:
 @lru_cache(maxsize=256, typed=True)
 def _repeated(kind: str, value: Any, rows: int) -> pa.Array:
     value = value.item() if isinstance(value, np.generic) else value
-    if ARROW_TYPES[kind] == pa.string() and value is not None:
-        value = _utf8(value)
-    return pa.repeat(pa.scalar(value, ARROW_TYPES[kind]), rows)
+    if ARROW_TYPES[kind] == pa.string():
+        return _text([value] * rows)
+    return _numbers([value] * rows, kind)
 
 
-def _text(value: Any, column: Column) -> pa.Array:
+# Arrays are made from buffers: `pa.array` and `pa.scalar` import pandas on first use, which costs a
+# training process a second of CPU time that it has no use for.
+
+
+def _text(value: Any) -> pa.Array:
     items = value.tolist() if hasattr(value, "tolist") else value
     try:
-        return pa.array(items, column.arrow)
-    except (pa.ArrowException, UnicodeError, TypeError):
-        return pa.array([None if v is None else _utf8(v) for v in items], column.arrow)
+        joined = "".join(items)
+    except TypeError:  # something is missing, or no string
+        return _mixed_text(items)
+    if not joined.isascii():
+        return _mixed_text(items)
+    ends = np.zeros(len(items) + 1, np.int32)
+    np.cumsum(list(map(len, items)), out=ends[1:])
+    return _from_buffers(pa.string(), np.zeros(len(items), bool), ends, joined.encode())
 
 
-def _utf8(value: Any) -> str:
+def _mixed_text(items: Sequence[Any]) -> pa.Array:
+    encoded = [b"" if item is None else _utf8(item) for item in items]
+    ends = np.zeros(len(encoded) + 1, np.int32)
+    np.cumsum([len(item) for item in encoded], out=ends[1:])
+    missing = np.fromiter((item is None for item in items), bool, len(encoded))
+    return _from_buffers(pa.string(), missing, ends, b"".join(encoded))
+
+
+def _utf8(value: Any) -> bytes:
     """``value`` as text that can be stored: lone surrogates are escaped."""
-    return str(value).encode("utf-8", "backslashreplace").decode()
+    return str(value).encode("utf-8", "backslashreplace")
 
 
-def _numbers(value: np.ndarray[Any, Any], column: Column) -> pa.Array:
-    wanted = _NUMPY[column.kind]
-    if value.ndim != 1:
-        raise ValueError(f"an array of shape {value.shape}, one axis expected")
-    if value.dtype == wanted:
-        return pa.array(value.copy())  # the caller may reuse the array
-    if value.dtype == object:
-        items = value.tolist()
-        if not column.is_float and column.kind != "bool":  # arrow would cut 0.5 down to 0
-            items = [None if item is None else index(item) for item in items]
-        return pa.array(items, column.arrow)
-    if value.dtype.kind not in "biuf":
-        raise ValueError(f"{value.dtype} values that are no numbers")
+def _numbers(value: Any, kind: str) -> pa.Array:
+    values, missing = _present(value)
+    if values.ndim != 1:
+        raise ValueError(f"an array of shape {values.shape}, one axis expected")
+    wanted = _NUMPY[kind]
+    if values.dtype == object and not missing.all():
+        raise ValueError("values that are no numbers")
+    if values.dtype.kind not in "biufO":
+        raise ValueError(f"{values.dtype} values that are no numbers")
+    if kind == "bool" and values.dtype.kind == "f":
+        raise ValueError(f"{values.dtype} values that are no bools")
     with np.errstate(invalid="ignore", over="ignore"):  # what does not fit is found below
-        converted = value.astype(wanted)
-    if not column.is_float and (converted != value).any():
-        raise ValueError(f"{value.dtype} values that do not fit")
-    return pa.array(converted)
+        converted = np.zeros(len(values), wanted) if values.dtype == object else values.astype(wanted)
+    if wanted.kind in "iu" and values.dtype.kind == "f":
+        misfit = ~missing & (converted != values)
+    elif wanted.kind in "iub" and values.dtype.kind in "iu":
+        misfit = ~missing & (converted != values)
+    else:
+        misfit = np.zeros(0, bool)
+    if misfit.any():
+        raise ValueError(f"{values.dtype} values that do not fit")
+    data = np.packbits(converted, bitorder="little") if kind == "bool" else converted
+    return _from_buffers(ARROW_TYPES[kind], missing, data)
+
+
+def _present(value: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Values as an array, and where they are missing; a missing one holds some number."""
+    is_array = isinstance(value, np.ndarray)
+    if is_array and value.dtype != object:
+        return value, np.zeros(value.shape, bool)
+    items = value.tolist() if hasattr(value, "tolist") else list(value)
+    missing = np.fromiter((item is None for item in items), bool, len(items))
+    if missing.any():
+        known = [item for item in items if item is not None]
+        items = [known[0] if item is None else item for item in items] if known else items
+    return np.asarray(items), missing
+
+
+def repeated_step(step: int, rows: int) -> pa.Array:
+    """The ``step`` column of ``rows`` rows."""
+    return _from_buffers(pa.int64(), np.zeros(rows, bool), np.full(rows, step, np.int64))
+
+
+def _from_buffers(
+    kind: pa.DataType, missing: np.ndarray[Any, Any], *data: np.ndarray[Any, Any] | bytes
+) -> pa.Array:
+    count = int(missing.sum())
+    valid = pa.py_buffer(np.packbits(~missing, bitorder="little")) if count else None
+    buffers = [valid, *(pa.py_buffer(part) for part in data)]
+    return pa.Array.from_buffers(kind, len(missing), buffers, count)

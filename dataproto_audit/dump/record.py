@@ -42,13 +42,13 @@ class RowReader:
     @cached_property
     def trained(self) -> Array:
         """Trained tokens of each row."""
-        out: Array = self.block.mask.sum(1)
+        out: Array = self.block.mask.sum(1, dtype=np.int32)
         return out
 
     @cached_property
     def lengths(self) -> Array:
         """Attended response tokens of each row."""
-        out: Array = self.block.response_attention.sum(1)
+        out: Array = self.block.response_attention.sum(1, dtype=np.int32)
         return out
 
     @cached_property
@@ -135,10 +135,10 @@ def rows_columns(
     uids = map(str, view.arrays["uid"].tolist()) if rows.has("uid") else ["-"] * count
     reasons = view.arrays["finish_reason"].tolist() if rows.has("finish_reason") else None
     return {
-        "row": np.arange(count),
+        "row": np.arange(count, dtype=np.int32),
         "row_key": keys,
         "uid": list(uids),
-        "prompt_length": rows.block.attended[:, :width].sum(1),
+        "prompt_length": rows.block.attended[:, :width].sum(1, dtype=np.int32),
         "response_length": rows.lengths,
         "trained_tokens": rows.trained,
         "score": rows.scores,

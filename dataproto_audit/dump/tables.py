@@ -23,13 +23,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from dataproto_audit.codes import CodedError, InternalError, RunError, UsageError
 from dataproto_audit.dump import streams
 from dataproto_audit.dump.atomic import json_text, storage_error
-from dataproto_audit.dump.columns import Block, from_tuples, make_block
+from dataproto_audit.dump.columns import Block, from_tuples, make_block, repeated_step
 from dataproto_audit.dump.schema import TABLES, Table
 from dataproto_audit.findings import Finding
 
@@ -165,7 +164,7 @@ class TableWriter:
                 raise InternalError("DPA903", f"step {step} was flushed {state}.")
             parts, self._parts = self._parts, {name: [] for name in TABLES}
             rows = {name: sum(map(_rows, of_table)) for name, of_table in parts.items()}
-            steps = pa.array(np.full(max(rows.values()), step, dtype=np.int64))
+            steps = repeated_step(step, max(rows.values()))
             messages = [
                 self._message(spec, steps, parts[name]) if rows[name] else b""
                 for name, spec in TABLES.items()

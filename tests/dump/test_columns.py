@@ -1,6 +1,8 @@
 """Values on their way into arrow: copied, checked, never bent."""
 
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pyarrow as pa
@@ -125,3 +127,16 @@ def test_integers_survive_or_are_refused(numbers: list[int]) -> None:
     else:
         with pytest.raises(InternalError):
             make_block("loss", columns)
+
+
+def test_writing_tables_does_not_import_pandas(tmp_path):
+    code = (
+        "import sys, numpy as np\n"
+        "from dataproto_audit.dump.tables import TableWriter\n"
+        f"with TableWriter({str(tmp_path / 'tables')!r}) as tables:\n"
+        "    tables.append('steps', {'metric': ['a', 'b'], 'value': np.ones(2)})\n"
+        "    tables.append_rows('ranks', [('rollout', 0, 1, 2, 3, 4, None, 0.5)])\n"
+        "    tables.flush_step(1)\n"
+        "sys.exit('pandas' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

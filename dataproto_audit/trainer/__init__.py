@@ -1,0 +1,1 @@
+"""The reference training loop whose every stage boundary is audited."""

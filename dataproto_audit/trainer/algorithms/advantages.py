@@ -1,0 +1,98 @@
+"""Advantage estimators by name.
+
+An estimator takes :class:`AdvantageInputs` and returns ``(advantages, returns)``, both
+f32[rows, response]. Register another one with :func:`register`; ``algorithm.adv_estimator`` then
+names it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from beartype import beartype
+from jaxtyping import Float, Int, Shaped, jaxtyped
+from torch import Tensor
+
+from dataproto_audit.codes import UsageError
+
+STD_EPSILON = 1e-6
+
+
+@jaxtyped(typechecker=beartype)
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """What estimators read. ``uid`` names the group of each row; ``options`` holds the keys of
+    the configuration's ``algorithm`` section that an estimator looks at."""
+
+    token_level_rewards: Float[Tensor, "rows response"]
+    response_mask: Shaped[Tensor, "rows response"]
+    uid: Shaped[np.ndarray, " rows"]
+    values: Float[Tensor, "rows response"] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+Estimator = Callable[[AdvantageInputs], tuple[Tensor, Tensor]]
+_ESTIMATORS: dict[str, Estimator] = {}
+
+
+def register(name: str) -> Callable[[Estimator], Estimator]:
+    """Make an estimator available under ``name``."""
+
+    def add(estimator: Estimator) -> Estimator:
+        _ESTIMATORS[name] = estimator
+        return estimator
+
+    return add
+
+
+def compute_advantages(name: str, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """``(advantages, returns)`` by the estimator ``name``; raises DPA851 if there is none."""
+    if name not in _ESTIMATORS:
+        raise UsageError(
+            "DPA851",
+            f"unknown algorithm.adv_estimator {name!r}.",
+            f"Choose one of {', '.join(sorted(_ESTIMATORS))}.",
+        )
+    return _ESTIMATORS[name](inputs)
+
+
+@jaxtyped(typechecker=beartype)
+def group_normalised(
+    scores: Float[Tensor, " rows"], groups: Int[Tensor, " rows"], *, divide_by_std: bool
+) -> Float[Tensor, " rows"]:
+    """Each score less its group's mean, over the group's unbiased std plus 1e-6 if asked.
+
+    ``groups`` numbers the groups from 0. A group of one row keeps its score (mean 0, std 1), as
+    verl does. Statistics are taken in float64: a group of equal scores gives zeros.
+    """
+    wide = scores.double()
+    size = torch.bincount(groups).double()
+    mean = torch.zeros_like(size).index_add_(0, groups, wide) / size
+    mean = torch.where(size > 1, mean, torch.zeros_like(mean))
+    centred = wide - mean[groups]
+    if divide_by_std:
+        squares = torch.zeros_like(size).index_add_(0, groups, centred.square())
+        std = (squares / (size - 1).clamp(min=1)).sqrt()
+        std = torch.where(size > 1, std, torch.ones_like(std))
+        centred = centred / (std[groups] + STD_EPSILON)
+    return centred.to(scores.dtype)
+
+
+@register("grpo")
+def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Group-relative advantage of an outcome reward, the same on every trained token of a row.
+
+    The score is the sum of the row's token-level rewards, on the mask or off it. Source:
+    DeepSeekMath (arXiv 2402.03300); without the division by the std
+    (``norm_adv_by_std_in_grpo=false``) Dr.GRPO (2503.20783). Returns equal advantages.
+    """
+    _, numbers = np.unique(inputs.uid.astype(str), return_inverse=True)
+    scores = group_normalised(
+        inputs.token_level_rewards.sum(-1),
+        torch.from_numpy(numbers.astype(np.int64)),
+        divide_by_std=bool(inputs.options.get("norm_adv_by_std_in_grpo", True)),
+    )
+    advantages = scores[:, None] * inputs.response_mask.to(scores.dtype)
+    return advantages, advantages

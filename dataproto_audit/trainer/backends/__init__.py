@@ -1,0 +1,1 @@
+"""Engines that turn micro-batches into per-token log-probs and gradients."""

@@ -1,0 +1,171 @@
+"""Sharded checkpoints: one safetensors file a rank, and an index that is written last.
+
+``rank_0003.safetensors`` holds what rank 3 needs for the next step; ``checkpoint.json`` names the
+files, their sizes and CRCs, the step and the layout. Each file goes to a temporary name, is
+flushed to disk and renamed; without an index the folder is no checkpoint. Opening one executes
+nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from dataproto_audit.codes import UsageError
+
+SCHEMA = 1
+INDEX = "checkpoint.json"
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """One rank's file as it was written."""
+
+    name: str
+    size: int
+    crc32: int
+
+
+def begin(folder: Path) -> None:
+    """Make ``folder``, and no checkpoint of it until :func:`write_index`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / INDEX).unlink(missing_ok=True)
+
+
+def write_rank_file(folder: Path, *, rank: int, tensors: Mapping[str, torch.Tensor]) -> RankFile:
+    """Write one rank's tensors; they are copied, so they may share memory."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = save_tensors({key: value.detach().cpu().clone() for key, value in tensors.items()})
+    name = f"rank_{rank:04d}.safetensors"
+    write_atomically(folder / name, data)
+    return RankFile(name, len(data), zlib.crc32(data))
+
+
+def read_rank_file(folder: Path, entry: RankFile) -> dict[str, torch.Tensor]:
+    """One rank's tensors; raises DPA804 if the file is not what the index says."""
+    try:
+        data = (folder / entry.name).read_bytes()
+    except OSError as error:
+        raise _unreadable(folder, f"{entry.name}: {error.strerror}") from error
+    if len(data) != entry.size or zlib.crc32(data) != entry.crc32:
+        raise _unreadable(folder, f"{entry.name} is not the file that was written")
+    try:
+        tensors: dict[str, torch.Tensor] = load_tensors(data)
+    except SafetensorError as error:
+        raise _unreadable(folder, f"{entry.name}: {error}") from error
+    return tensors
+
+
+def write_index(
+    folder: Path,
+    files: Sequence[RankFile],
+    *,
+    step: int,
+    layout: Mapping[str, Any],
+    extra: Mapping[str, Any],
+) -> Path:
+    """Write the index, which makes the folder a checkpoint. ``extra`` is the driver's own."""
+    index = {
+        "schema": SCHEMA,
+        "step": step,
+        "world_size": len(files),
+        "layout": dict(layout),
+        "files": [asdict(file) for file in files],
+        "extra": dict(extra),
+    }
+    write_atomically(folder / INDEX, json.dumps(index, indent=1).encode())
+    return folder / INDEX
+
+
+@dataclass(frozen=True)
+class Index:
+    """The index of a complete checkpoint."""
+
+    step: int
+    layout: dict[str, Any]
+    files: tuple[RankFile, ...]
+    extra: dict[str, Any]
+
+
+def read_index(folder: Path, *, world_size: int, layout: Mapping[str, Any]) -> Index:
+    """The index of ``folder``, checked against the ranks and layout of this run.
+
+    Raises DPA804 if the checkpoint is incomplete, of another number of ranks or another layout.
+    """
+    try:
+        raw = json.loads((folder / INDEX).read_bytes())
+    except FileNotFoundError as error:
+        raise _unreadable(folder, f"{INDEX} is missing, so it was not finished") from error
+    except (OSError, ValueError) as error:
+        raise _unreadable(folder, f"{INDEX}: {error}") from error
+    if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
+        raise _unreadable(folder, f"{INDEX} is of another version")
+    try:
+        files = tuple(RankFile(**entry) for entry in raw["files"])
+        index = Index(int(raw["step"]), dict(raw["layout"]), files, dict(raw["extra"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise _unreadable(folder, f"{INDEX} lacks {error}") from error
+    if len(files) != world_size:
+        raise UsageError(
+            "DPA804",
+            f"the checkpoint {folder} is of {len(files)} ranks, this run has {world_size}.",
+            f"Resume with trainer.n_gpus_per_node={len(files)}.",
+        )
+    if index.layout != dict(layout):
+        raise _unreadable(folder, f"it is of layout {index.layout}, this run is {dict(layout)}")
+    for file in files:
+        path = folder / file.name
+        if not path.is_file() or path.stat().st_size != file.size:
+            raise _unreadable(folder, f"{file.name} is missing or cut short")
+    return index
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write to a temporary name, flush to disk, rename, flush the folder."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _unreadable(folder: Path, why: str) -> UsageError:
+    return UsageError(
+        "DPA804", f"the checkpoint {folder} cannot be read: {why}.", "Resume from an earlier one."
+    )
+
+
+def latest(folder: Path, *, only: Path | None = None) -> tuple[Path, int] | None:
+    """The newest complete checkpoint among the subfolders of ``folder``, and its step.
+
+    ``only`` names one that must be there and complete: DPA804 otherwise.
+    """
+    found: list[tuple[int, Path]] = []
+    candidates = [only] if only is not None else sorted(folder.glob("*/"))
+    for candidate in candidates:
+        try:
+            found.append((int(json.loads((candidate / INDEX).read_bytes())["step"]), candidate))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if only is not None:
+                why = f"{INDEX} cannot be read ({type(error).__name__})"
+                raise _unreadable(candidate, why) from error
+    if not found:
+        return None
+    step, path = max(found)
+    return path, step

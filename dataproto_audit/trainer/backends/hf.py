@@ -1,0 +1,91 @@
+"""Models from a local Hugging Face folder, and per-token outputs from their logits."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dataproto_audit.codes import UsageError
+from dataproto_audit.trainer.backends.base import MicroBatch, ModelSpec, TokenOutputs
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def build_model(spec: ModelSpec) -> nn.Module:
+    """The causal language model of ``spec`` on the CPU, whole, in evaluation mode.
+
+    Raises DPA852 if the folder lacks its config or weights, DPA851 for an unknown dtype.
+    """
+    folder = Path(spec.path)
+    if not (folder / "config.json").is_file():
+        raise UsageError(
+            "DPA852", f"{folder} has no config.json.", "Name a folder in Hugging Face layout."
+        )
+    if spec.dtype not in DTYPES:
+        raise UsageError(
+            "DPA851", f"unknown model dtype {spec.dtype!r}.", f"Choose one of {', '.join(DTYPES)}."
+        )
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            dtype=DTYPES[spec.dtype],
+            attn_implementation=spec.attn_implementation,
+            local_files_only=True,
+            trust_remote_code=False,
+        )
+    except OSError as error:
+        raise UsageError(
+            "DPA852", f"no weights in {folder}: {error}", "Save model and tokenizer there."
+        ) from error
+    return model.eval()
+
+
+def takes_logits_to_keep(model: nn.Module) -> bool:
+    """Whether the model can skip the output layer at positions nobody asks for."""
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+def response_logits(model: nn.Module, micro: MicroBatch, *, keep: bool) -> Tensor:
+    """Logits [rows, response, vocabulary] that score ``micro.responses_BR``.
+
+    The logits at position s predict token s + 1, so these are the last R + 1 positions but one.
+    """
+    options: dict[str, Any] = {"logits_to_keep": micro.response_width + 1} if keep else {}
+    logits: Tensor = model(
+        input_ids=micro.input_ids_BT,
+        attention_mask=micro.attention_mask_BT,
+        position_ids=micro.position_ids_BT,
+        use_cache=False,
+        **options,
+    ).logits
+    return logits[:, -micro.response_width - 1 : -1]
+
+
+def token_outputs(
+    logits: Tensor, micro: MicroBatch, *, temperature: float, entropy: bool
+) -> TokenOutputs:
+    """Log-probs and, if asked for, entropies of the responses, in float32.
+
+    Both are 0 where the response is not attended, and nothing flows back from there.
+    """
+    logits = logits.float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    attended_BR = micro.response_attention_BR
+    labels_BR = micro.responses_BR
+    if not entropy:
+        nll = F.cross_entropy(logits.flatten(0, 1), labels_BR.reshape(-1), reduction="none")
+        return TokenOutputs(torch.where(attended_BR, -nll.view(labels_BR.shape), 0.0))
+    log_p = logits.log_softmax(-1)
+    chosen_BR = log_p.gather(-1, labels_BR[..., None]).squeeze(-1)
+    entropy_BR = -(log_p.exp() * log_p).sum(-1)
+    return TokenOutputs(
+        torch.where(attended_BR, chosen_BR, 0.0), torch.where(attended_BR, entropy_BR, 0.0)
+    )

@@ -1,0 +1,337 @@
+"""The driver's side of the training ranks: one call here is one call on every rank.
+
+A batch is cut in contiguous equal chunks over ranks and the answers are joined in rank order. The
+first failure stops all ranks at once: a peer that waits in a collective would otherwise wait for
+its time-out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataproto_audit.codes import RunError, UsageError
+from dataproto_audit.protocol import DataProto
+from dataproto_audit.trainer.backends import checkpoint
+from dataproto_audit.trainer.backends.shards import add_checksums
+from dataproto_audit.trainer.plans import MicroBatching, UpdatePlan, plan_forward, plan_update
+from dataproto_audit.trainer.workers import hang, placement
+from dataproto_audit.trainer.workers.actor import TrainWorker
+from dataproto_audit.trainer.workers.calls import CallFailed, gather
+from dataproto_audit.trainer.workers.dispatch import (
+    Place,
+    collect,
+    dispatch,
+    kept,
+    merge_losses,
+    spread,
+    update_metrics,
+)
+from dataproto_audit.trainer.workers.failures import RESUME, explain, hung
+from dataproto_audit.trainer.workers.inputs import FORWARD_FIELDS
+from dataproto_audit.trainer.workers.spec import WorkerSpec, lr_at
+
+LOCAL_TIMEOUT_S = 900.0
+"""For calls without collectives (start, checkpoints): they leave no notes on the way."""
+UPDATE_FIELDS = (*FORWARD_FIELDS, "response_mask", "old_log_probs", "advantages")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Checksums of the whole tensors exported last, and the CPU seconds that they cost."""
+
+    checksums: dict[str, int]
+    cpu_s: float
+
+
+class WorkerGroup:
+    """Training ranks on a running Ray cluster.
+
+    Construction only starts the processes, so that other engines can start meanwhile;
+    :meth:`build` waits for them. Every method blocks until all ranks are done and raises
+    ``RunError`` DPA863 (a rank raised), DPA864 (a process died) or DPA866 (a collective was not
+    finished in time), or the rank's own ``UsageError``; the group is stopped then.
+
+    ``worker_class`` may be a subclass of :class:`TrainWorker`. ``pids`` are the processes of the
+    ranks that run on this machine, known from :meth:`build` on.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        *,
+        world_size: int,
+        worker_class: type[TrainWorker] = TrainWorker,
+        gpus_per_worker: float | None = None,
+    ) -> None:
+        self.spec, self.world_size = spec, world_size
+        self._call = 0
+        self._stopped = False
+        self._places: list[Place] = []
+        self.pids: list[int] = []
+        host = placement.driver_address()
+        self._store, port = hang.host_store(host)
+        self._placed = placement.place(world_size, gpus_per_worker=gpus_per_worker)
+        self._workers = [
+            placement.start(
+                worker_class, self._placed, rank, (rank, world_size, (host, port), spec)
+            )
+            for rank in range(world_size)
+        ]
+
+    # -- life ------------------------------------------------------------------------------------
+
+    def build(self) -> dict[str, Any]:
+        """Wait for the processes, let ranks meet and build their models; settings in force."""
+        about = self.call("start", "about", stall_s=LOCAL_TIMEOUT_S)
+        self.pids = [answer["pid"] for answer in about if answer["host"] == placement.this_host()]
+        self._places = self.call("build", "build", stall_s=LOCAL_TIMEOUT_S)
+        return self.hparams()
+
+    @property
+    def dp_size(self) -> int:
+        """Number of chunks that a batch is cut into."""
+        return self._places[0].dp_size
+
+    def shutdown(self) -> None:
+        """Stop the ranks and give their places back. May be called twice."""
+        if self._stopped:
+            return
+        self._stopped = True
+        placement.stop(self._workers, self._placed, self.pids)
+
+    def __enter__(self) -> WorkerGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    # -- stages ----------------------------------------------------------------------------------
+
+    def compute_log_prob(self, batch: DataProto, *, entropy: bool = True) -> DataProto:
+        """``old_log_probs`` (and ``entropys``) f32[rows, response] of the actor.
+
+        Reads input_ids, attention_mask, position_ids, responses and ``meta_info`` temperature.
+        ``meta_info["ranks"]``: one dict a rank (rank, first_row, rows, tokens, micro_batches,
+        indices, peak_token_sum, cpu_s); indices are positions within the rank's rows.
+        """
+        return self._log_prob(batch, "old_log_prob", self.spec.log_prob_micro, "actor", entropy)
+
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """``ref_log_prob`` f32[rows, response] of the frozen reference; else as above."""
+        return self._log_prob(batch, "ref_log_prob", self.spec.ref_micro, "ref", False)
+
+    def plan_update(self, batch: DataProto, *, step: int) -> UpdatePlan:
+        """The mini-batches that :meth:`update_actor` runs for update number ``step``."""
+        options = self.spec.update
+        return plan_update(
+            _lengths(batch, "attention_mask"),
+            _lengths(batch, "response_mask"),
+            ranks=self.dp_size,
+            mini_batch_size=options.mini_batch_size or len(batch),
+            width=int(batch.batch["responses"].shape[1]),
+            micro=options.micro,
+            epochs=options.epochs,
+            shuffle=options.shuffle,
+            seed=(options.seed, step),
+        )
+
+    def update_actor(
+        self, batch: DataProto, *, step: int, plan: UpdatePlan | None = None
+    ) -> DataProto:
+        """Update the policy on ``batch``; ``step`` counts updates from 0.
+
+        Reads the forward fields, response_mask, old_log_probs, advantages, and ref_log_prob
+        where the KL loss is on. Returns rows in the order of ``batch``: ``update_log_probs``
+        f32[rows, response] as computed in the row's mini-batch of the first epoch, before its
+        optimizer step, ``update_entropys`` where the loss has an entropy term, and
+        ``mini_batch`` i64[rows]. ``meta_info``: ``metrics`` (verl's names), ``losses`` (one dict
+        a mini-batch: terms summed over ranks, normaliser) and ``ranks``.
+        """
+        plan = plan or self.plan_update(batch, step=step)
+        loss = self.spec.loss
+        fields = (*UPDATE_FIELDS, *(("ref_log_prob",) if loss.use_kl_loss else ()))
+        parts = dispatch(batch, fields=fields, meta=("temperature",), ranks=self.dp_size)
+        lr = lr_at(self.spec.optim, self.spec.update, step=step)
+        args = [
+            (part, mini_batches, lr) for part, mini_batches in zip(parts, plan.ranks, strict=True)
+        ]
+        answers = self._rows("update_actor", "update_actor", args)
+        out = collect(answers)
+        losses = merge_losses(answers, plan, mode=loss.loss_agg_mode)
+        out.meta_info["losses"] = losses
+        out.meta_info["metrics"] = update_metrics(
+            losses, with_kl=loss.use_kl_loss, with_entropy=loss.entropy_coeff != 0.0
+        )
+        return out
+
+    def warmup(self, batch: DataProto, *, steps: int, lr: float) -> list[float]:
+        """``steps`` supervised steps before RL, each on the next ``len(batch) / steps`` rows.
+
+        Reads the forward fields and response_mask. Afterwards the reference holds the warmed-up
+        weights and the optimizer starts afresh. Returns the loss of each step.
+        """
+        if not steps:
+            return []
+        batch, plan = _warmup_plan(batch, steps=steps, ranks=self.dp_size)
+        fields = (*FORWARD_FIELDS, "response_mask")
+        parts = dispatch(batch, fields=fields, meta=(), ranks=self.dp_size)
+        args = [
+            (part, mini_batches, lr) for part, mini_batches in zip(parts, plan.ranks, strict=True)
+        ]
+        shares = self._rows("warmup", "warmup", args)
+        return [float(sum(values)) for values in zip(*shares, strict=True)]
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    def export_weights(self, *, checksums: bool = False) -> list[Any]:
+        """One object reference a rank, to a ``ShardPayload``; weights do not pass the driver.
+
+        Give them to the receiver as top-level arguments; ``shards.join`` makes whole tensors.
+        With ``checksums`` the ranks add those up on the way: :attr:`exported`.
+        """
+        self._call += 1
+        pairs = [
+            worker.execute.options(num_returns=2).remote(
+                self._call, "sync_weights", "export_weights", checksums
+            )
+            for worker in self._alive()
+        ]
+        notes = self._gather("sync_weights", [answer for answer, _ in pairs])
+        if checksums:
+            total = add_checksums([note["checksums"] for note in notes])
+            self.exported = Exported(total, sum(note["checksum_cpu_s"] for note in notes))
+        return [payload for _, payload in pairs]
+
+    def weights_checksum(self, *, role: str = "actor") -> dict[str, int]:
+        """Checksum of every whole tensor, comparable with ``shards.checksum``."""
+        return add_checksums(self.call("weights_checksum", "weights_checksum", [(role,)]))
+
+    def save_checkpoint(
+        self, folder: str | Path, *, step: int, extra: dict[str, Any] | None = None
+    ) -> Path:
+        """Write a checkpoint into ``folder``; ``extra`` (plain data) comes back on loading."""
+        folder = Path(folder).absolute()
+        checkpoint.begin(folder)
+        files = self.call(
+            "save_checkpoint", "save_checkpoint", [(str(folder),)], stall_s=LOCAL_TIMEOUT_S
+        )
+        return checkpoint.write_index(
+            folder, files, step=step, layout=self._layout(), extra=extra or {}
+        )
+
+    def load_checkpoint(self, folder: str | Path) -> checkpoint.Index:
+        """Continue from ``folder``. Raises DPA804 if it is incomplete or of another layout."""
+        folder = Path(folder).absolute()
+        index = checkpoint.read_index(folder, world_size=self.world_size, layout=self._layout())
+        args = [(str(folder), file) for file in index.files]
+        self.call("load_checkpoint", "load_checkpoint", args, stall_s=LOCAL_TIMEOUT_S)
+        return index
+
+    def hparams(self) -> dict[str, Any]:
+        """Settings that the ranks compute with (of rank 0)."""
+        answer: dict[str, Any] = self.call("hparams", "hparams")[0]
+        return answer
+
+    # -- calls -----------------------------------------------------------------------------------
+
+    def call(
+        self,
+        stage: str,
+        method: str,
+        args: Sequence[tuple[Any, ...]] = ((),),
+        *,
+        stall_s: float | None = None,
+    ) -> list[Any]:
+        """Run ``method`` on every rank; answers in rank order.
+
+        ``args`` holds one tuple a rank, or a single one for all. ``stall_s`` seconds without a
+        note of any rank count as a hang (default: a margin over the collective time-out).
+        """
+        self._call += 1
+        args = args if len(args) == self.world_size else [args[0]] * self.world_size
+        refs = [
+            worker.execute.remote(self._call, stage, method, *args[rank])
+            for rank, worker in enumerate(self._alive())
+        ]
+        return self._gather(stage, refs, stall_s=stall_s)
+
+    def notes(self) -> list[hang.Note | None]:
+        """Where each rank is; readable while a call runs."""
+        return hang.read_notes(self._store, world_size=self.world_size)
+
+    def _gather(self, stage: str, refs: list[Any], *, stall_s: float | None = None) -> list[Any]:
+        timeout_s = self.spec.collective_timeout_s
+        if stall_s is None:  # on GPUs the driver is to be first, see join_process_group
+            stall_s = timeout_s if self._placed.gpus else 1.5 * timeout_s + 10.0
+        try:
+            return gather(refs, notes=self.notes, stall_s=stall_s)
+        except CallFailed as failed:
+            notes, call = self.notes(), self._call
+            self.shutdown()
+            about: dict[str, Any] = {"stage": stage, "call": call, "notes": notes}
+            if failed.failures:
+                raise explain(failed.failures, timeout_s=timeout_s, **about) from None
+            raise hung(timeout_s=stall_s, **about) from None
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _alive(self) -> list[Any]:
+        if self._stopped:
+            raise RunError("DPA864", "the training ranks have been stopped.", RESUME)
+        return self._workers
+
+    def _log_prob(
+        self, batch: DataProto, stage: str, micro: MicroBatching, role: str, entropy: bool
+    ) -> DataProto:
+        plan = plan_forward(_lengths(batch, "attention_mask"), ranks=self.dp_size, micro=micro)
+        parts = dispatch(batch, fields=FORWARD_FIELDS, meta=("temperature",), ranks=self.dp_size)
+        args = [
+            (part, micro_batches, role, entropy)
+            for part, micro_batches in zip(parts, plan.ranks, strict=True)
+        ]
+        return collect(self._rows(stage, "compute_log_prob", args))
+
+    def _rows(self, stage: str, method: str, chunks: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """A call on rows: ``chunks`` to the ranks they belong to, answers in the rows' order."""
+        answers = self.call(stage, method, spread(chunks, self._places))
+        return kept(answers, self._places)
+
+    def _layout(self) -> dict[str, Any]:
+        return {"strategy": self.spec.strategy}
+
+
+def _lengths(batch: DataProto, mask: str) -> NDArray[np.int64]:
+    if mask not in batch.batch:
+        raise UsageError("DPA851", f"the batch lacks {mask}.", "An earlier stage writes it.")
+    lengths: NDArray[np.int64] = batch.batch[mask].sum(-1).numpy().astype(np.int64)
+    return lengths
+
+
+def _warmup_plan(batch: DataProto, *, steps: int, ranks: int) -> tuple[DataProto, UpdatePlan]:
+    """``batch`` reordered so that a rank's chunk holds its share of every step, and the plan."""
+    rows = len(batch)
+    if rows % steps or (rows // steps) % ranks:
+        raise UsageError(
+            "DPA854",
+            f"{rows} warm-up rows cannot be cut into {steps} steps over {ranks} ranks.",
+            "Make warmup.batch_size a multiple of the number of ranks.",
+        )
+    order = np.arange(rows).reshape(steps, ranks, -1).transpose(1, 0, 2).reshape(-1)
+    batch = batch.select_idxs(order)
+    plan = plan_update(
+        _lengths(batch, "attention_mask"),
+        _lengths(batch, "response_mask"),
+        ranks=ranks,
+        mini_batch_size=rows // steps,
+        width=int(batch.batch["responses"].shape[1]),
+        micro=MicroBatching(),
+        shuffle=False,
+    )
+    return batch, plan

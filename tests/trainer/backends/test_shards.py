@@ -1,0 +1,95 @@
+import numpy as np
+import pytest
+import torch
+
+from dataproto_audit.trainer.backends.shards import (
+    ShardSpec,
+    add_checksums,
+    checksum,
+    join,
+    pack,
+    shard_checksums,
+)
+
+
+def cut(whole: dict[str, torch.Tensor], world: int):
+    """Pieces of every rank as FSDP cuts them: chunks of ceil(rows / world) along dimension 0."""
+    ranks = []
+    for rank in range(world):
+        pieces = {}
+        for name, tensor in whole.items():
+            rows = -(-tensor.shape[0] // world)
+            start = min(rank * rows, tensor.shape[0])
+            spec = ShardSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), start)
+            pieces[name] = (tensor[start : start + rows], spec)
+        buffer = torch.arange(3.0)
+        pieces["buffer"] = (buffer, ShardSpec((3,), "float32", 0, True))
+        ranks.append(pieces)
+    return ranks
+
+
+@pytest.fixture
+def whole():
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "matrix": torch.randn(5, 3, generator=generator),
+        "norm": torch.randn(1, generator=generator),
+        "half": torch.randn(4, 2, generator=generator).bfloat16(),
+    }
+
+
+def payloads(whole, world, version=7):
+    return [
+        pack(pieces, rank=rank, world_size=world, version=version, aliases={"head": "matrix"})
+        for rank, pieces in enumerate(cut(whole, world))
+    ]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_joined_pieces_are_the_whole_bit_for_bit(whole, world):
+    joined = join(payloads(whole, world)[::-1], aliases=True)
+    for name, tensor in whole.items():
+        assert joined[name].dtype == tensor.dtype
+        assert torch.equal(joined[name], tensor)
+    assert torch.equal(joined["head"], whole["matrix"])
+    assert torch.equal(joined["buffer"], torch.arange(3.0))
+
+
+def test_joined_tensors_are_writable_copies(whole):
+    parts = payloads(whole, 1)
+    for array in parts[0].arrays.values():
+        array.setflags(write=False)
+    join(parts)["matrix"].zero_()
+    assert whole["matrix"].any()
+
+
+def test_missing_ranks_and_mixed_versions_are_refused(whole):
+    first, second = payloads(whole, 2)
+    with pytest.raises(ValueError, match="of 2 ranks"):
+        join([second])
+    with pytest.raises(ValueError, match="of 0 ranks"):
+        join([])
+    with pytest.raises(ValueError, match=r"versions \[7, 8\]"):
+        join([first, payloads(whole, 2, version=8)[1]])
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_checksums_of_pieces_add_up_to_that_of_the_whole(whole, world):
+    ranks = [shard_checksums(pieces, rank=rank) for rank, pieces in enumerate(cut(whole, world))]
+    total = add_checksums(ranks)
+    assert total == {name: checksum(t) for name, t in join(payloads(whole, world)).items()}
+
+
+def test_a_checksum_tells_values_bits_and_positions_apart(whole):
+    matrix = whole["matrix"]
+    changed = matrix.clone()
+    changed.view(torch.int32)[2, 1] ^= 1
+    sums = {
+        checksum(matrix),
+        checksum(changed),
+        checksum(matrix.flip(0)),
+        checksum(-matrix),
+        checksum(torch.zeros(15)),
+    }
+    assert len(sums) == 5
+    assert checksum(torch.from_numpy(np.zeros(0, np.float32))) == 0

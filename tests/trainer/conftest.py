@@ -1,0 +1,66 @@
+"""Tiny models and ragged batches for tests of the trainer."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from dataproto_audit.protocol import DataProto
+from dataproto_audit.trainer.models import TinyModel, write_tiny_model
+
+PROMPT, RESPONSE = 6, 5
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``tiny_model(tied=..., seed=...)``: the folder of a tiny Qwen3, made once each."""
+    made: dict[tuple[bool, int], Path] = {}
+
+    def make(*, tied: bool = False, seed: int = 1) -> Path:
+        if (tied, seed) not in made:
+            sizes = TinyModel(
+                charset="arithmetic",
+                tie_word_embeddings=tied,
+                max_position_embeddings=64,
+                initializer_range=0.2,
+                seed=seed,
+            )
+            folder = tmp_path_factory.mktemp(f"tiny-{tied}-{seed}")
+            made[tied, seed] = write_tiny_model(folder, sizes)
+        return made[tied, seed]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def ragged_batch() -> Callable[..., DataProto]:
+    """``ragged_batch(rows, seed)``: left-padded prompts, right-padded responses, one of them
+    without a trained token; log-probs and advantages as an update reads them."""
+
+    def make(rows: int = 8, seed: int = 0, temperature: float = 1.0) -> DataProto:
+        generator = torch.Generator().manual_seed(seed)
+        prompt = torch.randint(1, PROMPT + 1, (rows,), generator=generator)
+        response = torch.randint(1, RESPONSE + 1, (rows,), generator=generator)
+        columns = torch.arange(PROMPT + RESPONSE)[None]
+        attended = (columns >= PROMPT - prompt[:, None]) & (columns < PROMPT + response[:, None])
+        ids = torch.randint(3, 40, (rows, PROMPT + RESPONSE), generator=generator) * attended
+        response_mask = attended[:, PROMPT:].long()
+        response_mask[-1] = 0
+
+        def noise() -> torch.Tensor:
+            return torch.randn(rows, RESPONSE, generator=generator)
+
+        tensors = {
+            "input_ids": ids,
+            "attention_mask": attended.long(),
+            "position_ids": (attended.long().cumsum(-1) - 1).clamp(min=0),
+            "responses": ids[:, PROMPT:].clone(),
+            "response_mask": response_mask,
+            "old_log_probs": (noise() - 4) * attended[:, PROMPT:],
+            "ref_log_prob": (noise() - 4) * attended[:, PROMPT:],
+            "advantages": noise()[:, :1] * response_mask,
+        }
+        return DataProto.from_dict(tensors, meta_info={"temperature": temperature})
+
+    return make
