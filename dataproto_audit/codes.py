@@ -74,7 +74,7 @@ class Code:
 CAUSES: dict[str, str] = {
     "shift": "a log-prob, mask or label is one or more columns off",
     "row_permutation": "the rows of one field are in another order than the rest of the batch",
-    "tiled_groups": "samples were expanded as p0,p1,..,p0,p1,.. where p0,p0,..,p1,p1,.. is expected",
+    "tiled_groups": "samples were expanded as p0,p1,..,p0,p1,.. instead of p0,p0,..,p1,p1,..",
     "not_repeated": "one side of a merge was not repeated by n",
     "rows_lost": "rows were dropped or duplicated on the way",
     "wrong_width": "prompt and response widths were confused, or another padding was used",

@@ -174,9 +174,7 @@ class Report:
 
     def severities(self) -> dict[str, int]:
         """Number of findings of each severity."""
-        return {
-            s: sum(finding.severity == s for finding in self.findings) for s in SEVERITIES
-        }
+        return {s: sum(finding.severity == s for finding in self.findings) for s in SEVERITIES}
 
     def extend(self, other: Report) -> None:
         """Append the findings and outcomes of ``other``."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import index
 from typing import Any
 
 import numpy as np
@@ -129,10 +128,12 @@ def _numbers(value: Any, kind: str) -> pa.Array:
     if kind == "bool" and values.dtype.kind == "f":
         raise ValueError(f"{values.dtype} values that are no bools")
     with np.errstate(invalid="ignore", over="ignore"):  # what does not fit is found below
-        converted = np.zeros(len(values), wanted) if values.dtype == object else values.astype(wanted)
-    if wanted.kind in "iu" and values.dtype.kind == "f":
-        misfit = ~missing & (converted != values)
-    elif wanted.kind in "iub" and values.dtype.kind in "iu":
+        converted = (
+            np.zeros(len(values), wanted) if values.dtype == object else values.astype(wanted)
+        )
+    if (wanted.kind in "iu" and values.dtype.kind == "f") or (
+        wanted.kind in "iub" and values.dtype.kind in "iu"
+    ):
         misfit = ~missing & (converted != values)
     else:
         misfit = np.zeros(0, bool)

@@ -236,7 +236,7 @@ def loss_rows(
 ) -> list[tuple[Any, ...]]:
     """Rows of the ``loss`` table from (mini-batch, term, value, normaliser, recomputed)."""
     return [
-        (number, term.removesuffix("_loss") if term != "loss" else "total", value, normaliser,
+        (number, term.removesuffix("_loss"), value, normaliser,
          exact, abs(value - exact))
         for number, term, value, normaliser, exact in recomputed
     ]  # fmt: skip

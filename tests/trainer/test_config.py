@@ -68,7 +68,11 @@ def test_a_value_of_the_wrong_type_is_refused(override, fragment):
 
 @pytest.mark.parametrize(
     ("text", "fragment"),
-    [("a: [1", "no valid YAML"), ("- 1\n- 2\n", "not a mapping"), ("data: {seed: 1}\n", "does not set")],
+    [
+        ("a: [1", "no valid YAML"),
+        ("- 1\n- 2\n", "not a mapping"),
+        ("data: {seed: 1}\n", "does not set"),
+    ],
 )
 def test_a_broken_file_is_refused(tmp_path, text, fragment):
     file = tmp_path / "mine.yaml"

@@ -9,7 +9,6 @@ nothing.
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from dataproto_audit.codes import UsageError
+from dataproto_audit.dump.atomic import atomic_write_bytes
 
 SCHEMA = 1
 INDEX = "checkpoint.json"
@@ -47,7 +47,7 @@ def write_rank_file(folder: Path, *, rank: int, tensors: Mapping[str, torch.Tens
     folder.mkdir(parents=True, exist_ok=True)
     data = save_tensors({key: value.detach().cpu().clone() for key, value in tensors.items()})
     name = f"rank_{rank:04d}.safetensors"
-    write_atomically(folder / name, data)
+    atomic_write_bytes(folder / name, data)
     return RankFile(name, len(data), zlib.crc32(data))
 
 
@@ -83,7 +83,7 @@ def write_index(
         "files": [asdict(file) for file in files],
         "extra": dict(extra),
     }
-    write_atomically(folder / INDEX, json.dumps(index, indent=1).encode())
+    atomic_write_bytes(folder / INDEX, json.dumps(index, indent=1).encode())
     return folder / INDEX
 
 
@@ -128,21 +128,6 @@ def read_index(folder: Path, *, world_size: int, layout: Mapping[str, Any]) -> I
         if not path.is_file() or path.stat().st_size != file.size:
             raise _unreadable(folder, f"{file.name} is missing or cut short")
     return index
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write to a temporary name, flush to disk, rename, flush the folder."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _unreadable(folder: Path, why: str) -> UsageError:

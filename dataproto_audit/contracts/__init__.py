@@ -1,0 +1,1 @@
+"""Declarations of fields and stages, and their checker."""

@@ -1,0 +1,249 @@
+"""Checks a batch against the declared fields of a stage, by jaxtyping.
+
+Sizes are pre-bound in each jaxtyping context from the view, so a field is never compared with
+whichever field happened to come first. A signature (names, dtypes, shapes) that passed once is not
+checked again. Jagged fields compare row lengths instead, since jaxtyping gives nested tensors a
+symbol of their own for equal lengths.
+
+Not covered here: values, and the identity of rows.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Shaped, jaxtyped
+
+from dataproto_audit.batch import BatchView
+from dataproto_audit.contracts.dims import factor_story
+from dataproto_audit.contracts.fields import FIELDS, Field
+from dataproto_audit.contracts.stages import Stage
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One broken declaration: ``code`` and what was expected and found."""
+
+    code: str
+    field: str
+    expected: str
+    actual: str
+    evidence: Mapping[str, object]
+    causes: tuple[str, ...] = ()
+
+
+_SIZES = Shaped[np.ndarray, "rows prompt response"]
+_PASSED: set[tuple[object, ...]] = set()
+_SEEN_MAX = 4096
+
+
+def check_stage(
+    stage: type[Stage],
+    view: BatchView,
+    *,
+    when: str = "after",
+    factors: Mapping[str, int] | None = None,
+) -> list[Violation]:
+    """Violations of the stage's declaration by ``view``, most basic first.
+
+    ``when="before"`` demands what the stage reads, ``"after"`` also what it adds. ``factors`` are
+    known counts (n, data-parallel size...) that may explain a size.
+    """
+    return [*missing_fields(stage, view, when=when), *wrong_fields(view, factors=factors)]
+
+
+def missing_fields(stage: type[Stage], view: BatchView, *, when: str) -> list[Violation]:
+    """Fields that the stage reads (``before``) or adds (``after``) and the batch lacks (DPA101)."""
+    required = stage.reads if when == "before" else stage.adds
+    return [
+        _missing(name)
+        for name in required
+        if name not in view and FIELDS[name].kind != "meta" and not view.has(name)
+    ]
+
+
+def wrong_fields(view: BatchView, *, factors: Mapping[str, int] | None = None) -> list[Violation]:
+    """Declared fields of the wrong kind or size (DPA102, DPA103), arrays of other rows (DPA109)."""
+    if view.fits_declaration == len(FIELDS):
+        return []
+    signature = _signature(view)
+    if signature in _PASSED:
+        view.fits_declaration = len(FIELDS)
+        return []
+    found = [*_wrong_tensors(view, factors or {}), *_wrong_arrays(view, factors or {})]
+    if not found:
+        if len(_PASSED) >= _SEEN_MAX:
+            _PASSED.clear()
+        _PASSED.add(signature)
+        view.fits_declaration = len(FIELDS)
+    return found
+
+
+def unchecked(view: BatchView) -> dict[str, str]:
+    """Declared fields that could not be checked, each with the axis whose size is unknown."""
+    sizes = _sizes(view)
+    return {
+        name: axis
+        for name in view.tensors
+        if name in FIELDS and FIELDS[name].kind == "tensor"
+        for axis in [_unbound(FIELDS[name], sizes)]
+        if axis
+    }
+
+
+def undeclared(view: BatchView) -> tuple[str, ...]:
+    """Fields of the batch that no stage declares; they are allowed, and listed."""
+    return tuple(name for name in view.names if name not in FIELDS)
+
+
+def describe(view: BatchView, name: str) -> str:
+    """dtype and shape in short: ``f32[512,4]``."""
+    tensor = view.tensors.get(name)
+    if tensor is None:
+        array = view.arrays[name]
+        return f"{array.dtype}[{','.join(map(str, array.shape))}]"
+    kind = str(tensor.dtype).removeprefix("torch.")
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i")):
+        if kind.startswith(long):
+            kind = kind.replace(long, short, 1)
+            break
+    if tensor.is_nested:
+        return f"{kind}[{tensor.size(0)},(jagged)]"
+    return f"{kind}[{','.join(str(size) for size in tensor.shape)}]"
+
+
+def _missing(name: str) -> Violation:
+    field = FIELDS[name]
+    return Violation(
+        "DPA101",
+        name,
+        f"{field.number}[{field.axes.replace(' ', ',')}], written by {field.producer}",
+        "not in the batch",
+        {},
+        ("field_forgotten",),
+    )
+
+
+def _signature(view: BatchView) -> tuple[object, ...]:
+    tensors = tuple(
+        (name, t.dtype, tuple(view.lengths(name)) if t.is_nested else t.shape)
+        for name, t in view.tensors.items()
+    )
+    return len(FIELDS), tensors, tuple((name, a.shape) for name, a in view.arrays.items())
+
+
+def _sizes(view: BatchView) -> dict[str, int | None]:
+    return {"rows": view.rows, "prompt": view.prompt, "response": view.response}
+
+
+def _unbound(field: Field, sizes: Mapping[str, int | None]) -> str:
+    """The first axis of the field whose size the batch does not tell; '' when all are known."""
+    axes = [axis for part in field.axes.split() for axis in part.split("+")]
+    return next((axis for axis in axes if axis in sizes and sizes[axis] is None), "")
+
+
+def _wrong_tensors(view: BatchView, factors: Mapping[str, int]) -> Iterable[Violation]:
+    declared = [FIELDS[n] for n in view.tensors if n in FIELDS and FIELDS[n].kind == "tensor"]
+    sizes = _sizes(view)
+    bound = np.broadcast_to(np.empty((), bool), tuple(s or 0 for s in sizes.values()))
+    with jaxtyped("context"):
+        if not isinstance(bound, _SIZES):
+            raise RuntimeError("sizes could not be bound")
+        wrong = [
+            field
+            for field in declared
+            if not view.tensors[field.name].is_nested
+            and not _unbound(field, sizes)
+            and not isinstance(view.tensors[field.name], field.annotation)
+        ]
+    for field in wrong:
+        yield _explain(field, view, sizes, factors)
+    for field in declared:
+        if view.tensors[field.name].is_nested:
+            yield from _wrong_jagged(field, view)
+
+
+def _explain(
+    field: Field,
+    view: BatchView,
+    sizes: Mapping[str, int | None],
+    factors: Mapping[str, int],
+) -> Violation:
+    tensor = view.tensors[field.name]
+    parts = field.axes.split()
+    want = [_size(part, sizes) for part in parts]
+    spelled = ",".join(
+        part if size is None else f"{part}={size}" for part, size in zip(parts, want, strict=True)
+    )
+    expected, actual = f"{field.number}[{spelled}]", describe(view, field.name)
+    pairs = list(zip(tensor.shape, want, strict=False))
+    if len(tensor.shape) == len(want) and all(size in (got, None) for got, size in pairs):
+        return Violation("DPA102", field.name, expected, actual, {}, ("wrong_dtype",))
+    evidence: dict[str, object] = {k: v for k, v in sizes.items() if v is not None}
+    causes = ["wrong_width"]
+    if len(tensor.shape) == len(want):
+        for axis, (got, wanted) in enumerate(pairs):
+            story = factor_story(int(got), wanted or 0, factors)
+            if story:
+                evidence["factor"] = story
+            if wanted not in (got, None) and axis == 0:
+                causes = ["not_repeated" if story else "rows_lost"]
+    return Violation("DPA103", field.name, expected, actual, evidence, tuple(causes))
+
+
+def _size(part: str, sizes: Mapping[str, int | None]) -> int | None:
+    """Size of ``prompt+response`` and the like; None for an axis of the user's own."""
+    own = [sizes.get(axis) for axis in part.split("+")]
+    return None if None in own else sum(size or 0 for size in own)
+
+
+def _wrong_jagged(field: Field, view: BatchView) -> Iterable[Violation]:
+    """Row lengths of a jagged field against those of ``prompts`` and ``responses``."""
+    axes = field.axes.split()[-1].split("+")
+    anchors = ["prompts" if axis == "prompt" else "responses" for axis in axes]
+    if any(anchor not in view.tensors for anchor in anchors):
+        return
+    padded = [anchor for anchor in anchors if not view.tensors[anchor].is_nested]
+    expected, evidence = f"row lengths of {'+'.join(axes)}", {"rows": view.rows}
+    if padded:
+        expected = f"padded rows, as {padded[0]} has them"
+        yield Violation(
+            "DPA103", field.name, expected, describe(view, field.name), evidence, ("wrong_width",)
+        )
+        return
+    parts, got = [view.lengths(anchor) for anchor in anchors], view.lengths(field.name)
+    same = {len(lengths) for lengths in (*parts, got)} == {view.rows}
+    want = sum(parts) if same else None
+    if same and bool((got == want).all()):
+        return
+    rows = np.flatnonzero(got != want)[:8].tolist() if same else []
+    yield Violation(
+        "DPA103",
+        field.name,
+        expected,
+        f"{len(got)} rows, lengths differ in rows {rows}" if same else f"{len(got)} rows",
+        evidence,
+        ("wrong_width",) if same else ("rows_lost",),
+    )
+
+
+def _wrong_arrays(view: BatchView, factors: Mapping[str, int]) -> Iterable[Violation]:
+    for name, array in view.arrays.items():
+        if name in FIELDS and FIELDS[name].kind == "tensor":
+            expected = f"a tensor, {FIELDS[name].number}[{FIELDS[name].axes.replace(' ', ',')}]"
+            actual = f"a non-tensor field, {describe(view, name)}"
+            yield Violation("DPA102", name, expected, actual, {}, ("wrong_dtype",))
+            continue
+        if array.ndim and array.shape[0] == view.rows:
+            continue
+        got = array.shape[0] if array.ndim else 0
+        story = factor_story(got, view.rows, factors)
+        evidence = {"factor": story} if story else {}
+        yield Violation(
+            "DPA109",
+            name,
+            f"one entry for each of {view.rows} rows",
+            describe(view, name),
+            evidence,
+            ("not_repeated",) if story else ("rows_lost",),
+        )

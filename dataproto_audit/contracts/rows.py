@@ -1,0 +1,157 @@
+"""Identity of rows through a step: which rows a stage kept, moved, lost or changed.
+
+A field is compared row by row through 64-bit fingerprints, which are taken again only when the
+tensor is another object or was written in place (torch counts writes; a write through a numpy view
+of the same memory is not seen). Non-tensor fields compare object by object, first by identity and
+by value only where that differs, because values can be arbitrarily large; an object that was
+changed from within is not seen.
+"""
+
+from collections.abc import Iterator, Sequence
+from copy import copy
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataproto_audit.batch import BatchView
+from dataproto_audit.fingerprint import Hashes, frozen, object_hash
+
+Index = NDArray[np.int64]
+
+KEY_FIELDS = ("prompts", "responses")
+"""Tensors whose rows, with the uid, make up the identity of a row."""
+
+
+class RowState:
+    """What every field of one boundary held, as fingerprints and as references to objects.
+
+    ``same`` names the fields whose rows are, position by position, those of ``previous``.
+    Fingerprints of tensors are taken here and now, because their memory may be overwritten before
+    the next boundary. The objects of non-tensor fields are kept alive, so that their addresses
+    tell later whether they are still the same ones.
+    """
+
+    def __init__(self, view: BatchView, previous: "RowState | None" = None) -> None:
+        self.view = view
+        self.objects: dict[str, list[Any]] = {}
+        self._versions: dict[str, int | None] = {}
+        self._addresses: dict[str, bytes] = {}
+        self._hashes: dict[str, Hashes] = {}
+        same = {name for name in view.tensors if self._hash(name, previous)}
+        same.update(name for name in view.arrays if self._list(name, previous))
+        self.same = frozenset(same)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of the batch."""
+        return self.view.rows
+
+    def untouched(self, view: BatchView) -> bool:
+        """True when ``view`` shows these very tensors and objects, none of them written since."""
+        if view.names != self.view.names or view.untracked:
+            return False
+        own, versions = self.view.tensors, self._versions
+        for name, tensor in view.tensors.items():
+            if tensor is not own[name] or versions[name] is None:
+                return False
+            if tensor._version != versions[name]:
+                return False
+        return all(a.tobytes() == self._addresses[n] for n, a in view.arrays.items())
+
+    def again(self) -> "RowState":
+        """This state at the next boundary of an untouched batch."""
+        state = copy(self)
+        state.same = frozenset(self.view.names)
+        return state
+
+    def _hash(self, name: str, previous: "RowState | None") -> bool:
+        """Fingerprint the rows of a tensor; True when they are those of ``previous``."""
+        view = self.view
+        tensor = view.tensors[name]
+        tracked = not tensor.is_inference() and name not in view.untracked
+        version = self._versions[name] = tensor._version if tracked else None
+        old = None if previous is None else previous.view
+        if old is None or previous is None or name not in old.tensors:
+            view.row_hashes(name)
+            return False
+        if tracked and tensor is old.tensors[name] and previous._versions[name] == version:
+            view.take_over(name, old)
+            return True
+        return np.array_equal(old.row_hashes(name), view.row_hashes(name))
+
+    def _list(self, name: str, previous: "RowState | None") -> bool:
+        """Note the objects of a non-tensor field; True when they are those of ``previous``."""
+        array = self.view.arrays[name]
+        self._addresses[name] = addresses = array.tobytes()
+        old = None if previous is None else previous.objects.get(name)
+        if previous is not None and previous._addresses.get(name) == addresses and old is not None:
+            self.objects[name] = old
+            if name in previous._hashes:
+                self._hashes[name] = previous._hashes[name]
+            return True
+        objects = self.objects[name] = np.atleast_1d(array).tolist()
+        return old is not None and alike(old, objects)
+
+    def hashes(self, name: str) -> Hashes:
+        """Fingerprint of each row of the field, by value."""
+        if name in self.view.tensors:
+            return self.view.row_hashes(name)
+        found = self._hashes.get(name)
+        if found is None:
+            found = self._hashes[name] = object_hash(self.objects[name])
+        return found
+
+    def whole(self, name: str) -> bool:
+        """True when the field has one entry for each row."""
+        own = self.objects[name] if name in self.objects else self.view.row_hashes(name)
+        return len(own) == self.rows
+
+    def fingerprint(self, name: str) -> str:
+        """Fingerprint of the field as a bag of rows, in hex; '' for non-tensor fields."""
+        if name not in self.view.tensors:
+            return ""
+        return f"{int(self.hashes(name).sum(dtype=np.uint64)):016x}"
+
+    def keys(self, uids: Sequence[Any] | None = None) -> tuple[str, ...]:
+        """Row keys for people: uid, fingerprint of prompt and response, occurrence.
+
+        ``uids`` stands in where the batch does not carry its own yet.
+        """
+        uids = self.objects.get("uid", uids)
+        if uids is None or len(uids) != self.rows:
+            uids = ["-"] * self.rows
+        names = [str(uid) for uid in uids]
+        parts = [self.hashes(n) for n in KEY_FIELDS if n in self.view.tensors and self.whole(n)]
+        if parts:
+            text = sum(parts[1:], parts[0]).astype(">u8").tobytes().hex()
+            starts = range(0, len(text), 16)
+            names = [f"{u}/{text[at : at + 16]}" for u, at in zip(names, starts, strict=True)]
+        if len(set(names)) == len(names):
+            return tuple([name + "/0" for name in names])
+        seen: dict[str, int] = {}
+        keys = []
+        for name in names:
+            seen[name] = occurrence = seen.get(name, -1) + 1
+            keys.append(f"{name}/{occurrence}")
+        return tuple(keys)
+
+
+def differing(old: Sequence[Any], new: Sequence[Any]) -> Iterator[int]:
+    """Positions at which two equally long sequences hold different values, one by one.
+
+    Identical objects are equal without a look inside; others are compared by value.
+    """
+    try:
+        if list(old) == list(new):  # the usual case: identical objects, and one call for all rows
+            return
+    except Exception:  # noqa: BLE001 - arrays have no single truth value, and users write __eq__
+        pass
+    for row, (before, after) in enumerate(zip(old, new, strict=True)):
+        if before is not after and frozen(before) != frozen(after):
+            yield row
+
+
+def alike(old: Sequence[Any], new: Sequence[Any]) -> bool:
+    """True when two sequences hold the same values in the same order."""
+    return len(old) == len(new) and next(differing(old, new), None) is None

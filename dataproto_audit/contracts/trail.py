@@ -1,0 +1,124 @@
+"""The trail of a step: each boundary compared with the one before it.
+
+The trail holds two states: that of the last boundary of the step's batch, and that of the prompts
+before the repeat. Batches of their own (weight sync, validation) leave it as it is.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from dataproto_audit.batch import BatchView
+from dataproto_audit.contracts.check import Violation
+from dataproto_audit.contracts.relations import compare_expanded, compare_rows, compare_unchanged
+from dataproto_audit.contracts.rows import RowState
+from dataproto_audit.contracts.stages import Stage
+
+CONSUMED = ("entropys",)
+"""Fields that the driver turns into a metric and drops between two stages."""
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What a boundary did to the rows. With a ``reason`` nothing was compared."""
+
+    state: RowState
+    previous: RowState | None
+    check: Literal["rows", "unchanged"]
+    code: str
+    violations: Sequence[Violation] = ()
+    reason: str = ""
+
+    @property
+    def kind(self) -> Literal["not_checkable", "not_applicable"]:
+        """The outcome that goes with the reason."""
+        return "not_applicable" if self.reason.startswith("a batch of its own") else "not_checkable"
+
+    @property
+    def changed(self) -> frozenset[str]:
+        """Fields that were there before and do not hold the same rows now."""
+        if self.previous is None:
+            return frozenset()
+        return frozenset(
+            name
+            for name in self.state.view.names
+            if name not in self.state.same and name in self.previous.view
+        )
+
+
+class Trail:
+    """Follows the batch through a step. ``settings`` has ``n`` and the flags of the stages."""
+
+    def __init__(self, settings: Any) -> None:
+        self.settings = settings
+        self.state: RowState | None = None
+        self.origin: RowState | None = None
+        self.begun = False
+        """True once a batch has left a stage: what it carries has been looked at."""
+
+    def lose(self) -> None:
+        """Forget where the batch was: nothing can be compared at the next boundary."""
+        self.state, self.begun = None, True
+
+    def cross(self, stage: type[Stage], view: BatchView, when: str) -> Crossing:
+        """Compare ``view`` with the boundary before, and remember it."""
+        previous = None if stage.own_input else self.state
+        if previous is not None and previous.untouched(view):
+            state = previous.again()
+        else:
+            state = RowState(view, previous)
+        compare = self._entered if when == "before" else self._left
+        crossing = compare(stage, previous, state)
+        begins = stage.name == "prompts" and when == "after"
+        if begins or not stage.own_input:
+            self.state = state
+        if begins:
+            self.origin = state
+        self.begun = self.begun or when == "after"
+        return crossing
+
+    def keys(self, state: RowState) -> tuple[str, ...]:
+        """Row keys; until the batch carries uids they follow from the prompts and the repeat."""
+        uids = self.origin.objects.get("uid") if self.origin else None
+        if uids:
+            copies = max(1, state.rows // len(uids))
+            uids = [uid for uid in uids for _ in range(copies)]
+        return state.keys(uids)
+
+    def _entered(self, stage: type[Stage], previous: RowState | None, state: RowState) -> Crossing:
+        seen = Crossing(state, previous, "unchanged", "DPA113")
+        if stage.own_input:
+            return replace(seen, reason="a batch of its own")
+        if previous is None:
+            return replace(seen, reason="the boundary before was not seen")
+        if stage.rows.relation == "expand" and state.rows != previous.rows:
+            n = self.settings.n
+            if n is None:
+                return replace(seen, reason="setting unknown: n")
+            if state.rows == previous.rows * n:
+                return replace(seen, violations=compare_expanded(previous, state, n))
+        may_drop: Collection[str] | None = None if stage.fresh else CONSUMED
+        place = f"what happens before {stage.name}"
+        found = compare_unchanged(place, previous, state, may_drop=may_drop)
+        causes = ("changed_between_stages",)
+        return replace(
+            seen,
+            violations=[replace(v, code="DPA113", causes=(*causes, *v.causes)) for v in found],
+        )
+
+    def _left(self, stage: type[Stage], previous: RowState | None, state: RowState) -> Crossing:
+        seen = Crossing(state, previous, "rows", "DPA104")
+        if stage.own_input:
+            return replace(seen, reason="a batch of its own")
+        expands = stage.rows.relation == "expand"
+        base = self.origin if expands and self.origin is not None else previous
+        if base is None:
+            return replace(seen, reason="the boundary before was not seen")
+        if expands and self.settings.n is None:
+            return replace(seen, reason="setting unknown: n")
+        sizes = {"n": self.settings.n or 1, **self.settings.factors()}
+        free = stage.changeable(self.settings)
+        found = compare_rows(stage, base, state, sizes=sizes, free=free)
+        if stage.name == "union" and self.origin is not None and self.settings.n:
+            found += compare_expanded(self.origin, state, self.settings.n)
+        return replace(seen, violations=found)

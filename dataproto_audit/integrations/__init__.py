@@ -1,0 +1,1 @@
+"""Producers of boundaries in other frameworks."""

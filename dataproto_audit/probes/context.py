@@ -1,0 +1,172 @@
+"""What a probe may know besides the batch: settings, earlier boundaries, history, evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataproto_audit.batch import BatchView
+from dataproto_audit.findings import Finding, OutcomeKind, Severity, When
+from dataproto_audit.fingerprint import frozen
+
+MAX_CELLS = 100_000
+"""Cells that a finding lists one by one; of more it lists the rows and counts the cells."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the run is configured to do. ``None`` is unknown: checks that need it cannot run."""
+
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    adv_estimator: str | None = None
+    norm_adv_by_std: bool | None = None
+    loss_agg_mode: str | None = None
+    clip_ratio_low: float | None = None
+    clip_ratio_high: float | None = None
+    clip_ratio_c: float | None = None
+    use_kl_loss: bool | None = None
+    kl_loss_coef: float | None = None
+    kl_loss_type: str | None = None
+    entropy_coeff: float | None = None
+    use_kl_in_reward: bool | None = None
+    multi_turn: bool | None = None
+    rejection: bool | None = None
+    stop_ids: tuple[int, ...] | None = None
+    pad_id: int | None = None
+    max_response_length: int | None = None
+    vocab_size: int | None = None
+    world_size: int | None = None
+    max_token_len: int | None = None
+    trainer_dtype: str | None = None
+    rollout_dtype: str | None = None
+    ref_from_actor: bool | None = None
+    """True where actor and reference start from the same weights in the same precision."""
+    on_policy: bool | None = None
+    """True where every rollout comes from the weights of the step before (no staleness)."""
+
+    @classmethod
+    def known(cls) -> tuple[str, ...]:
+        """Names of all settings."""
+        return tuple(f.name for f in fields(cls))
+
+    def factors(self) -> dict[str, int]:
+        """Known counts that may explain a wrong size."""
+        named = {"n": self.n, "dp": self.world_size}
+        return {name: value for name, value in named.items() if value and value > 1}
+
+
+class NotChecked(Exception):
+    """Raised through :meth:`Context.skip` and :meth:`Context.unknown`: a probe has no verdict."""
+
+    def __init__(self, kind: OutcomeKind, reason: str) -> None:
+        self.kind: OutcomeKind = kind
+        self.reason = reason
+        super().__init__(f"{kind}: {reason}")
+
+
+@dataclass
+class Context:
+    """Where a probe runs. ``evidence`` holds the meta entries of the boundary and what the
+    producer passed along; ``history`` maps a metric to its values of earlier steps, oldest first.
+    """
+
+    step: int | None
+    stage: str
+    when: When
+    settings: Settings
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    history: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    cache: dict[Any, Any] = field(default_factory=dict)
+    """Shared between probes of one step: structures that depend on ids alone."""
+    broken: Mapping[str, str] = field(default_factory=dict)
+    """Fields that break their declaration at this boundary, and how; probes do not read them."""
+    check: str = ""
+    code: str = ""
+    severity: Severity = "fail"
+
+    def measure(self, name: str, value: float) -> None:
+        """Record a metric of this step; it goes to the ``steps`` table and to the history."""
+        self.metrics[name] = float(value)
+
+    def skip(self, reason: str) -> NoReturn:
+        """Leave the probe: this batch has no such thing (``not_applicable``)."""
+        raise NotChecked("not_applicable", reason)
+
+    def unknown(self, reason: str) -> NoReturn:
+        """Leave the probe: what a verdict needs is missing (``not_checkable``).
+
+        For what only a look at the batch can tell; what a declaration can tell belongs there.
+        """
+        raise NotChecked("not_checkable", reason)
+
+    def fail(
+        self,
+        field: str = "",
+        *,
+        cells: NDArray[np.bool_] | None = None,
+        rows: Sequence[int] | NDArray[np.int64] | None = None,
+        code: str = "",
+        severity: Severity | None = None,
+        stage: str = "",
+        expected: str = "",
+        actual: str = "",
+        evidence: Mapping[str, Any] | None = None,
+        causes: Sequence[str] = (),
+        hint: str = "",
+    ) -> Finding:
+        """A finding of this probe. ``cells`` is a bool array ``[rows, columns]`` of bad cells."""
+        columns: dict[int, tuple[int, ...]] = {}
+        known = dict(evidence or {})
+        if cells is not None:
+            columns, listed = _by_row(cells)
+            if rows is None:
+                rows = np.flatnonzero(cells.any(1))
+            if not listed:
+                known |= {"cells": int(np.count_nonzero(cells)), "cells listed": "none, too many"}
+        return Finding(
+            code=code or self.code,
+            severity=severity or self.severity,
+            stage=stage or self.stage,
+            check=self.check,
+            field=field,
+            rows=tuple(int(row) for row in (rows if rows is not None else ())),
+            columns=columns,
+            expected=expected,
+            actual=actual,
+            evidence=known,
+            causes=tuple(dict.fromkeys(causes)),
+            hint=hint,
+        )
+
+
+def _by_row(cells: NDArray[np.bool_]) -> tuple[dict[int, tuple[int, ...]], bool]:
+    """Columns of each row with bad cells, or nothing and False where there are too many."""
+    if np.count_nonzero(cells) > MAX_CELLS:
+        return {}, False
+    rows, columns = np.nonzero(cells)
+    starts = np.flatnonzero(np.diff(rows, prepend=-1))
+    parts = np.split(columns, starts[1:]) if len(starts) else []
+    named = zip(rows[starts].tolist(), parts, strict=True)
+    return {row: tuple(part.tolist()) for row, part in named}, True
+
+
+def group_codes(view: BatchView, ctx: Context) -> tuple[NDArray[np.int64], list[str]]:
+    """Integer group of each row by uid, in order of first appearance, and the uids."""
+    uids = view.arrays["uid"]
+    listed = uids.tolist()
+    mark = ("groups", id(uids))
+    found = ctx.cache.get(mark)
+    if found is None or found[2] != listed:
+        same = [uid if isinstance(uid, str) else str(frozen(uid)) for uid in listed]
+        number = {uid: place for place, uid in enumerate(dict.fromkeys(same))}
+        codes = np.fromiter(map(number.__getitem__, same), np.int64, len(same))
+        found = ctx.cache[mark] = (codes, list(number), listed, uids)
+    return found[0], found[1]

@@ -1,0 +1,211 @@
+"""The update as the workers did it, against one unsplit float64 recomputation (DPA5xx).
+
+Evidence per mini-batch comes from the workers: the log-probs of each row just before its
+mini-batch's optimizer step, the loss terms summed over ranks, and the normaliser they used. With
+several epochs the rows tell about one of them; mini-batches of the others are left out. Gradients
+themselves are not seen here; ``compare-backends`` compares those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from dataproto_audit.batch import BatchView, Block
+from dataproto_audit.findings import Finding
+from dataproto_audit.probes.context import Context
+from dataproto_audit.probes.diagnose import explain_gap
+from dataproto_audit.probes.logprobs import noise_of
+from dataproto_audit.probes.registry import probe, unchecked
+from dataproto_audit.probes.scan import per_row
+from dataproto_audit.reference.losses import (
+    AGGREGATION_MODES,
+    TOKEN_MEAN,
+    TOKEN_SUM,
+    LossTerms,
+    policy_loss,
+)
+
+UPDATE = ("update_log_probs", "mini_batch", "old_log_probs", "response_mask")
+RELATIVE = 1e-4
+ABSOLUTE = 1e-5
+"""Float32 sums over a mini-batch in another order, for per-token terms of order 1."""
+
+
+def _first_gap(block: Block) -> Any:
+    gap = np.abs(block["update_log_probs"] - block["old_log_probs"])
+    gap[~(block.mask & np.isfinite(gap)) | (block["mini_batch"] != 0)[:, None]] = 0.0
+    return gap.max(1, initial=0.0)
+
+
+@probe(
+    "DPA501", stages=("update_actor",), needs=UPDATE, stats=(per_row("first", UPDATE, _first_gap),)
+)
+def first_ratio(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
+    """Rows of the first mini-batch: new log-probs [B,R] equal the old ones, so the ratio is 1.
+
+    Vacuous where a path replaces old log-probs by the new ones; the workers here never do.
+    """
+    first = view.numpy("mini_batch") == 0
+    if not first.any():
+        ctx.unknown("no row of the first mini-batch was recorded")
+    noise = noise_of(view, ctx, "update_log_probs", "old_log_probs")
+    worst = float(stats["first"].max())
+    ctx.measure("audit/first_ratio_gap_max", worst)
+    if worst <= (noise.mean if noise.token is None else noise.token):
+        return
+    new, old = view.numpy("update_log_probs"), view.numpy("old_log_probs")
+    mask = first[:, None] & (view.numpy("response_mask") != 0)
+    bad = noise.exceeded(np.abs(np.subtract(new, old, dtype=np.float64)), old, mask)
+    if bad is not None:
+        yield from explain_gap(
+            view, ctx, bad, suspect="old_log_probs", witness="update_log_probs", noise=noise
+        )
+
+
+def _known(ctx: Context) -> str:
+    mode = ctx.settings.loss_agg_mode
+    return "" if mode is None or mode in AGGREGATION_MODES else f"unknown aggregation {mode}"
+
+
+def _terms(view: BatchView, ctx: Context, rows: Any) -> LossTerms:
+    """The loss of the mini-batch ``rows``, unsplit, from the recorded log-probs."""
+
+    def part(name: str) -> torch.Tensor:
+        return torch.from_numpy(view.numpy(name)[rows])
+
+    s = ctx.settings
+    return unchecked(policy_loss)(
+        part("update_log_probs"),
+        part("old_log_probs"),
+        part("advantages"),
+        part("response_mask"),
+        ref_log_prob=part("ref_log_prob") if s.use_kl_loss else None,
+        entropy=part("update_entropys") if s.entropy_coeff else None,
+        rollout_is_weights=part("rollout_is_weights") if "rollout_is_weights" in view else None,
+        clip_ratio_low=s.clip_ratio_low,
+        clip_ratio_high=s.clip_ratio_high,
+        clip_ratio_c=s.clip_ratio_c,
+        loss_agg_mode=s.loss_agg_mode or "token-mean",
+        kl_loss_coef=(s.kl_loss_coef or 0.0) if s.use_kl_loss else 0.0,
+        kl_loss_type=s.kl_loss_type or "low_var_kl",
+        entropy_coeff=s.entropy_coeff or 0.0,
+    )
+
+
+def _mini_batches(view: BatchView, ctx: Context) -> Iterator[tuple[int, Mapping[str, Any], Any]]:
+    """Number, report and rows of each mini-batch whose rows were recorded."""
+    numbers = view.numpy("mini_batch")
+    seen = False
+    for number, reported in enumerate(ctx.evidence["losses"]):
+        rows = np.flatnonzero(numbers == number)
+        if len(rows):
+            seen = True
+            yield number, reported, rows
+    if not seen:
+        ctx.unknown("no row of the reported mini-batches was recorded")
+
+
+@probe(
+    "DPA502",
+    stages=("update_actor",),
+    needs=(
+        *UPDATE, "advantages", "evidence.losses", "settings.loss_agg_mode",
+        "settings.clip_ratio_low", "settings.clip_ratio_high", "settings.use_kl_loss",
+    ),
+    applies=_known,
+)  # fmt: skip
+def loss_recomputed(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
+    """Each loss term of each mini-batch equals its recomputation over all rows at once."""
+    s = ctx.settings
+    for name, used in (
+        ("ref_log_prob", s.use_kl_loss),
+        ("update_entropys", s.entropy_coeff),
+        ("rollout_is_weights", "rollout_is_weights" in view),
+    ):
+        if used and (name not in view.tensors or name in ctx.broken):
+            ctx.unknown(f"field missing, or not as declared: {name}")
+    wrong: dict[int, dict[str, tuple[float, float]]] = {}
+    table = []
+    for number, reported, rows in _mini_batches(view, ctx):
+        terms = _terms(view, ctx, rows)
+        slack = ABSOLUTE * _scale(view, rows, float(terms["normaliser"]))
+        for name, want in (
+            ("pg_loss", terms["pg_loss"]),
+            ("kl_loss", terms["kl_loss"] if s.use_kl_loss else None),
+            ("entropy_loss", terms["entropy_loss"] if s.entropy_coeff else None),
+            ("total", terms["total"]),
+        ):
+            got = reported.get(name)
+            if got is None or want is None:
+                continue
+            exact = float(want)
+            table.append((number, name, float(got), reported.get("normaliser"), exact))
+            both_nan = got != got and exact != exact
+            if not (abs(got - exact) <= slack + RELATIVE * abs(exact) or both_nan):
+                wrong.setdefault(number, {})[name] = (float(got), exact)
+    ctx.cache["loss_table"] = table
+    if wrong:
+        yield _loss_finding(ctx, wrong)
+
+
+def _scale(view: BatchView, rows: Any, normaliser: float) -> float:
+    """Size of the sums behind the loss: tokens per normaliser, times the largest advantage."""
+    mask = view.numpy("response_mask")[rows] != 0
+    largest = np.abs(view.numpy("advantages")[rows])[mask].max(initial=1.0)
+    return float(max(1.0, largest) * max(1.0, mask.sum() / max(normaliser, 1.0)))
+
+
+def _loss_finding(ctx: Context, wrong: Mapping[int, Mapping[str, tuple[float, float]]]) -> Finding:
+    number, names = next(iter(wrong.items()))
+    name, (got, exact) = next(iter(names.items()))
+    causes = {
+        "kl_loss": ("wrong_kl_estimator", "loss_depends_on_split", "wrong_normaliser"),
+        "pg_loss": ("loss_depends_on_split", "wrong_normaliser", "wrong_clip"),
+    }.get(name, ("loss_depends_on_split", "wrong_normaliser"))
+    return ctx.fail(
+        "losses",
+        expected=f"{name} {exact:.6g} of mini-batch {number}, unsplit",
+        actual=f"{got:.6g}",
+        evidence={"factor": got / exact if exact else float("nan"),
+                  "mini-batches wrong": len(wrong), "terms wrong": ", ".join(names)},
+        causes=causes,
+    )  # fmt: skip
+
+
+@probe(
+    "DPA503",
+    stages=("update_actor",),
+    needs=("mini_batch", "response_mask", "evidence.losses", "settings.loss_agg_mode"),
+    applies=_known,
+)
+def loss_normaliser(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
+    """The count each mini-batch was divided by is its global token or sequence count."""
+    mode = ctx.settings.loss_agg_mode or "token-mean"
+    wrong = []
+    for number, reported, rows in _mini_batches(view, ctx):
+        got = reported.get("normaliser")
+        if got is None:
+            ctx.unknown("not recorded: losses.normaliser")
+        want = _count(view.numpy("response_mask")[rows] != 0, mode)
+        if want and got != want:
+            wrong.append((number, want, float(got)))
+    if wrong:
+        number, want, got = wrong[0]
+        yield ctx.fail(
+            "losses",
+            expected=f"{want:g} ({mode}) for mini-batch {number}",
+            actual=f"{got:g}",
+            evidence={"factor": got / want, "mini-batches wrong": len(wrong)},
+            causes=("wrong_normaliser", "loss_depends_on_split"),
+        )
+
+
+def _count(trained: Any, mode: str) -> float:
+    """Tokens of ``trained [rows, R]``, rows with any, or 1: what ``mode`` divides by."""
+    if mode == TOKEN_SUM:
+        return 1.0
+    return float(np.count_nonzero(trained if mode == TOKEN_MEAN else trained.any(1)))

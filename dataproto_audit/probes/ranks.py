@@ -1,0 +1,112 @@
+"""How the rows were spread over ranks and micro-batches (DPA7xx).
+
+Evidence is what each rank noted while it ran: its rows, the rows of each micro-batch, and their
+token sums. Padding inside a micro-batch is not counted as tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from dataproto_audit.batch import BatchView
+from dataproto_audit.findings import Finding
+from dataproto_audit.probes.context import Context
+from dataproto_audit.probes.registry import probe
+
+STAGES = ("old_log_prob", "ref_log_prob", "update_actor")
+UNEVEN = 2.0
+"""Ratio of the fullest to the emptiest rank above which the imbalance is worth a line."""
+
+
+@probe("DPA701", stages=STAGES, needs=("evidence.ranks",))
+def rank_rows(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
+    """Every rank holds the same number of rows, and together they hold the batch."""
+    rows = [int(rank["rows"]) for rank in ctx.evidence["ranks"]]
+    if len(set(rows)) > 1 or (view.rows and sum(rows) != view.rows):
+        yield ctx.fail(
+            "ranks",
+            expected=f"{view.rows // max(1, len(rows))} rows on each of {len(rows)} ranks",
+            actual=f"{rows}",
+            causes=("rows_lost", "unbalanced_ranks"),
+        )
+
+
+@probe("DPA702", stages=STAGES, needs=("evidence.ranks",), severity="info")
+def rank_tokens(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
+    """Token sums of the ranks lie within a factor of two."""
+    tokens = [int(rank["tokens"]) for rank in ctx.evidence["ranks"]]
+    ctx.measure("global_seqlen/balanced_min", min(tokens))
+    ctx.measure("global_seqlen/balanced_max", max(tokens))
+    if max(tokens) > UNEVEN * max(1, min(tokens)):
+        yield ctx.fail(
+            "ranks",
+            expected=f"within a factor of {UNEVEN:g}",
+            actual=f"tokens per rank {tokens}",
+            causes=("unbalanced_ranks",),
+        )
+
+
+@probe("DPA703", stages=STAGES, needs=("evidence.ranks",))
+def micro_batch_partition(
+    view: BatchView, stats: Mapping[str, Any], ctx: Context
+) -> Iterable[Finding]:
+    """Each rank's micro-batches hold each of its rows exactly once (in each epoch)."""
+    end, seen = 0, False
+    for rank in ctx.evidence["ranks"]:
+        rows, lists = int(rank["rows"]), rank.get("indices")
+        end += rows
+        if lists is None:
+            continue
+        seen = True
+        held = np.fromiter(chain.from_iterable(lists), np.int64)
+        inside = (held >= 0) & (held < rows)
+        times = np.bincount(held[inside], minlength=rows)
+        epochs = max(1, len(held) // max(1, rows))
+        wrong = np.flatnonzero(times != epochs)
+        if len(wrong) or not inside.all():
+            yield ctx.fail(
+                "ranks",
+                rows=wrong + end - rows,
+                expected=f"rows 0..{rows - 1} of rank {rank['rank']}, {epochs} times each",
+                actual=f"{int((times < epochs).sum())} rows too rarely, "
+                f"{int((times > epochs).sum())} too often, {int((~inside).sum())} are none",
+                evidence={"rank": rank["rank"], "rows of the rank": wrong.tolist()[:16]},
+                causes=("lost_micro_batch",),
+            )
+    if not seen:
+        ctx.unknown("not recorded: indices of micro-batches")
+
+
+@probe("DPA704", stages=STAGES, needs=("evidence.ranks",))
+def token_limit(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
+    """No micro-batch holds more tokens than the limit it was cut by."""
+    limits = [rank.get("token_limit") for rank in ctx.evidence["ranks"]]
+    if not any(limits):
+        ctx.skip("micro-batches are cut by rows, not by tokens")
+    for rank, limit in zip(ctx.evidence["ranks"], limits, strict=True):
+        if limit and int(rank["peak_token_sum"]) > int(limit):
+            yield ctx.fail(
+                "ranks",
+                expected=f"at most {limit} tokens in a micro-batch",
+                actual=f"{rank['peak_token_sum']} on rank {rank['rank']}",
+                causes=("token_limit_exceeded",),
+            )
+
+
+@probe("DPA705", stages=STAGES, needs=("evidence.ranks",))
+def micro_batch_counts(
+    view: BatchView, stats: Mapping[str, Any], ctx: Context
+) -> Iterable[Finding]:
+    """All ranks run the same number of micro-batches."""
+    counts = [len(rank["micro_batches"]) for rank in ctx.evidence["ranks"]]
+    if len(set(counts)) > 1:
+        yield ctx.fail(
+            "ranks",
+            expected="one count on all ranks",
+            actual=f"micro-batches per rank {counts}",
+            causes=("unequal_micro_batches",),
+        )

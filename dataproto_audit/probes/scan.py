@@ -1,0 +1,147 @@
+"""One row-blocked pass over a batch that computes the statistics several probes share.
+
+A statistic is a function of one row block; blocks are sized to stay in cache, and the masks that
+most statistics use are computed once per block. Probes read the merged results and look at single
+cells only after a failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dataproto_audit.batch import BatchView, Block
+
+Merge = Callable[[Sequence[Any]], Any]
+
+
+def _total(parts: Sequence[Any]) -> Any:
+    return parts[0] if len(parts) == 1 else np.sum(parts, axis=0)
+
+
+def _join(parts: Sequence[Any]) -> Any:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _largest(parts: Sequence[Any]) -> Any:
+    return max(parts)
+
+
+@dataclass(frozen=True)
+class Stat:
+    """``compute(block)`` for each block, merged by ``merge`` into one value for the batch."""
+
+    name: str
+    needs: tuple[str, ...]
+    compute: Callable[[Block], Any]
+    merge: Merge
+
+
+def scan(view: BatchView, stats: Iterable[Stat], *, rows: int | None = None) -> dict[str, Any]:
+    """The value of each statistic, by name. ``rows`` sets the rows of a block."""
+    wanted = {stat.name: stat for stat in stats}
+    parts: dict[str, list[Any]] = {name: [] for name in wanted}
+    for block in view.blocks(rows):
+        for name, stat in wanted.items():
+            parts[name].append(stat.compute(block))
+    return {name: stat.merge(parts[name]) for name, stat in wanted.items() if parts[name]}
+
+
+def any_of(name: str, needs: tuple[str, ...], compute: Callable[[Block], Any]) -> Stat:
+    """A statistic that is true when it is true in any block."""
+    return Stat(name, needs, compute, any)
+
+
+def sum_of(name: str, needs: tuple[str, ...], compute: Callable[[Block], Any]) -> Stat:
+    """A statistic that is summed over blocks."""
+    return Stat(name, needs, compute, _total)
+
+
+def max_of(name: str, needs: tuple[str, ...], compute: Callable[[Block], Any]) -> Stat:
+    """A statistic whose largest block value counts."""
+    return Stat(name, needs, compute, _largest)
+
+
+def per_row(name: str, needs: tuple[str, ...], compute: Callable[[Block], Any]) -> Stat:
+    """A statistic with one value per row."""
+    return Stat(name, needs, compute, _join)
+
+
+ATTENDED = ("attention_mask", "responses")
+"""What the attention of the prompt and of the response part are read from."""
+RESPONSE_LENGTH = per_row(
+    "response_length", ATTENDED, lambda block: block.response_attention.sum(1)
+)
+"""Attended response tokens of each row."""
+PROMPT_LENGTH = per_row(
+    "prompt_length", ATTENDED, lambda block: block.attended[:, : block.view.prompt or 0].sum(1)
+)
+"""Attended prompt tokens of each row."""
+
+
+def masked_range(field: str) -> Stat:
+    """Smallest and largest value of ``field`` under the response mask; NaN spreads to both."""
+
+    def compute(block: Block) -> Any:
+        values = block[field][block.mask]
+        if not values.size:
+            return np.zeros(2)
+        return np.array([np.minimum.reduce(values), np.maximum.reduce(values)], np.float64)
+
+    def merge(parts: Sequence[Any]) -> Any:
+        low, high = np.asarray(parts).T
+        return np.array([low.min(), high.max()])
+
+    return Stat(f"range:{field}", (field, "response_mask"), compute, merge)
+
+
+class Gap(NamedTuple):
+    """What separates two fields under the response mask, cells that are not finite left out.
+
+    ``row_max`` is the largest ``|left - right|`` of each row; over all ``tokens`` there are the
+    sums of ``|d|``, of ``d = left - right``, and of ``exp(d) - 1 - d``.
+    """
+
+    row_max: Any
+    tokens: int
+    absolute: float
+    signed: float
+    k3: float
+
+    @property
+    def largest(self) -> float:
+        """The largest difference of all; 0 without tokens."""
+        return float(self.row_max.max(initial=0.0))
+
+    def mean(self, total: float) -> float:
+        """``total`` over the tokens; 0 without tokens."""
+        return float(total / max(self.tokens, 1))
+
+
+def masked_gap(left: str, right: str) -> Stat:
+    """The :class:`Gap` between two fields ``[B,R]``."""
+
+    def compute(block: Block) -> Gap:
+        diff = np.subtract(block[left], block[right], dtype=np.float64)
+        counted = block.mask & np.isfinite(diff)
+        diff[~counted] = 0.0
+        size = np.abs(diff)
+        k3 = np.expm1(np.clip(diff, -20.0, 20.0)) - diff
+        return Gap(
+            np.maximum.reduce(size, axis=1, initial=0.0),
+            int(np.count_nonzero(counted)),
+            float(size.sum()),
+            float(diff.sum()),
+            float(k3.sum()),
+        )
+
+    def merge(parts: Sequence[Gap]) -> Gap:
+        if len(parts) == 1:
+            return parts[0]
+        rows, tokens, *sums = zip(*parts, strict=True)
+        return Gap(np.concatenate(rows), sum(tokens), *map(sum, sums))
+
+    return Stat(f"gap:{left}:{right}", (left, right, "response_mask"), compute, merge)

@@ -1,0 +1,164 @@
+"""Shared prefixes of a batch: which cells score a token after a prefix that other rows share.
+
+A log-prob depends on its prefix alone, so rows that share a prefix must agree on it. This needs
+neither a model nor a second log-prob. Cost: one sort of the rows; cells are laid out only as deep
+as prefixes are shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataproto_audit.batch import BatchView
+from dataproto_audit.probes.context import Context
+from dataproto_audit.probes.noise import Noise
+from dataproto_audit.probes.scan import PROMPT_LENGTH, RESPONSE_LENGTH, scan
+
+Index = NDArray[np.int64]
+
+NEEDS = ("prompts", "responses", "attention_mask", "response_mask")
+STATS = (PROMPT_LENGTH, RESPONSE_LENGTH)
+CHUNK = 64
+"""Columns that are laid out at once; most prefixes part much earlier."""
+
+
+@dataclass(frozen=True)
+class SharedCells:
+    """Cells in shared prefixes, sorted so that equal (prefix, token) pairs are adjacent.
+
+    ``row``, ``column`` and ``prefix`` have one entry per cell; ``start`` is the first cell of each
+    distinct (prefix, token) pair.
+    """
+
+    row: Index
+    column: Index
+    prefix: Index
+    start: Index
+
+    def sizes(self) -> Index:
+        """Cells of each (prefix, token) pair."""
+        return np.diff(self.start, append=len(self.row))
+
+
+def shared_cells(
+    view: BatchView, ctx: Context, stats: Mapping[str, Any] | None = None
+) -> SharedCells:
+    """The structure of this batch, computed once per row order from :data:`STATS`."""
+    stats = scan(view, STATS) if stats is None else stats
+    responses, mask = view.tensors["responses"], view.tensors["response_mask"]
+    mark = ("trie", id(responses), id(mask))
+    tracked = not (responses.is_inference() or mask.is_inference())
+    versions = (responses._version, mask._version) if tracked else None
+    found = ctx.cache.get(mark)
+    if found is None or not tracked or found[1] != versions:
+        found = ctx.cache[mark] = (_build(view, stats), versions, responses, mask)
+    cells: SharedCells = found[0]
+    return cells
+
+
+def spreads(
+    cells: SharedCells, values: NDArray[np.float64], noise: Noise
+) -> tuple[NDArray[np.float64], NDArray[np.float64], Index]:
+    """Spread of each (prefix, token) pair, its bound, and the pairs that the noise leaves open.
+
+    ``values`` are those of ``cells``, in that order; pairs with values that are not finite do not
+    count.
+    """
+    high = np.maximum.reduceat(values, cells.start)
+    low = np.minimum.reduceat(values, cells.start)
+    spread = high - low
+    spread[~np.isfinite(spread)] = 0.0
+    if noise.token is not None:
+        bound = noise.token + noise.relative * np.abs(low)
+        return spread, bound, np.flatnonzero(spread > bound)
+    bound = np.full(len(spread), 4 * noise.mean)
+    several = cells.sizes() > 1
+    if not several.any() or spread[several].mean() <= 2 * noise.mean_of(int(several.sum())):
+        return spread, bound, np.zeros(0, np.int64)
+    return spread, bound, np.flatnonzero(spread > bound)
+
+
+def prefix_sums(cells: SharedCells, values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Summed probability of the distinct tokens after each prefix, by ``cells.prefix``."""
+    first = np.exp(np.minimum(values[cells.start], 50.0))
+    first[~np.isfinite(first)] = 0.0
+    return np.bincount(cells.prefix[cells.start], first).astype(np.float64, copy=False)
+
+
+def largest_sum(noise: Noise) -> float:
+    """What rounding may make of a sum of probabilities that is 1."""
+    return 1.001 if noise.token is not None else 1.2
+
+
+def contradictions(view: BatchView, ctx: Context, field: str, noise: Noise) -> int | None:
+    """How often ``field [B,R]`` contradicts itself over shared prefixes; None if it cannot tell."""
+    if any(not view.has(name) or name in ctx.broken for name in NEEDS):
+        return None
+    cells = shared_cells(view, ctx)
+    if not len(cells.start):
+        return None
+    values = view.numpy(field)[cells.row, cells.column].astype(np.float64)
+    beyond = prefix_sums(cells, values) > largest_sum(noise)
+    return len(spreads(cells, values, noise)[2]) + int(beyond.sum())
+
+
+def _build(view: BatchView, stats: Mapping[str, Any]) -> SharedCells:
+    prompts = view.row_hashes("prompts") * np.uint64(0x9E3779B97F4A7C15)
+    prompts += stats["prompt_length"].astype(np.uint64)
+    lengths, mask = stats["response_length"], view.numpy("response_mask")
+    order, shared = _sorted_rows(prompts, view.numpy("responses"), lengths)
+    before = np.concatenate([[-1], shared])  # columns that a row shares with the one before it
+    depth = np.maximum(before, np.concatenate([shared, [-1]]))
+    deepest = min(int(depth.max(initial=-1)) + 1, mask.shape[1])
+    parts = [
+        _laid_out(left, min(left + CHUNK, deepest), order, before, depth, lengths, mask)
+        for left in range(0, deepest, CHUNK)
+    ]
+    if not parts:
+        none = np.zeros(0, np.int64)
+        return SharedCells(none, none, none, none)
+    row, column, prefix, pair = (np.concatenate(part) for part in zip(*parts, strict=True))
+    return SharedCells(row, column, prefix, np.flatnonzero(np.diff(pair, prepend=-1)))
+
+
+def _laid_out(
+    left: int, right: int, order: Any, before: Any, depth: Any, lengths: Any, mask: Any
+) -> tuple[Index, Index, Index, Index]:
+    """Row, column, prefix and pair of the shared cells in columns ``left`` to ``right``."""
+    some = np.flatnonzero(depth >= left)
+    rows, own, columns = order[some], before[some], np.arange(left, right)[:, None]
+    used = (mask[rows, left:right].T != 0) & (columns <= depth[some]) & (columns < lengths[rows])
+    column, at = np.nonzero(used)
+    offset = columns * len(order)
+    prefix = np.cumsum(own < columns, axis=1) + offset
+    pair = np.cumsum(own <= columns, axis=1) + offset
+    return rows[at], column + left, prefix[column, at], pair[column, at]
+
+
+def _sorted_rows(prompts: Any, responses: Any, lengths: Any) -> tuple[Index, Index]:
+    """Rows in lexicographic order, and how many columns each shares with the next one.
+
+    -1 where not even the prompt is the same. Rows are compared as far as they are attended; a few
+    columns usually tell all rows apart.
+    """
+    width = min(CHUNK, responses.shape[1])
+    while True:
+        keys = np.empty((len(prompts), width + 2), ">u4")
+        keys[:, 0], keys[:, 1] = prompts >> np.uint64(32), prompts & np.uint64(0xFFFFFFFF)
+        keys[:, 2:] = responses[:, :width]
+        order = keys.view(f"S{4 * (width + 2)}").ravel().argsort(kind="stable")
+        in_order = keys[order]
+        same = np.ones((max(len(keys) - 1, 0), width + 3), bool)
+        np.equal(in_order[1:], in_order[:-1], out=same[:, :-1])
+        same[:, -1] = False
+        ends = lengths[order]
+        shared = np.minimum(same.argmin(1) - 2, np.minimum(ends[1:], ends[:-1]))
+        shared[shared < 0] = -1
+        if width == responses.shape[1] or not (shared == width).any():
+            return order, shared
+        width = min(4 * width, responses.shape[1])

@@ -1,0 +1,1 @@
+"""Faults to seed, healthy batches to compare with."""

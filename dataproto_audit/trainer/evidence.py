@@ -1,0 +1,103 @@
+"""What the trainer tells the auditor beside the batch: its settings, and a sample scored twice.
+
+The sample is a hook of :mod:`.callbacks`; the loop runs the same with or without it. What it costs
+in any process is metered as auditing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig
+
+from dataproto_audit.auditor import Settings
+from dataproto_audit.protocol import DataProto
+from dataproto_audit.trainer.callbacks import Callbacks
+from dataproto_audit.trainer.cpu import CpuMeter
+from dataproto_audit.trainer.rollout.group import Rollout
+from dataproto_audit.trainer.tokenizer import Tokenizer
+from dataproto_audit.trainer.validate import world_size
+from dataproto_audit.trainer.workers.group import WorkerGroup
+
+PROBED_ROWS = 8
+"""Rows that engine and trainer both score after a sync; rounded up to a multiple of the ranks."""
+
+
+def audit_settings(config: DictConfig, tokenizer: Tokenizer, vocab_size: int) -> Settings:
+    """What the run is configured to do, in the words of the probes."""
+    roles, actor, rollout = (
+        config.actor_rollout_ref,
+        config.actor_rollout_ref.actor,
+        config.actor_rollout_ref.rollout,
+    )
+    low, high = actor.clip_ratio_low, actor.clip_ratio_high
+    compute = actor.fsdp_config.param_dtype
+    return Settings(
+        n=rollout.n,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        adv_estimator=config.algorithm.adv_estimator,
+        norm_adv_by_std=config.algorithm.norm_adv_by_std_in_grpo,
+        loss_agg_mode=actor.loss_agg_mode,
+        clip_ratio_low=actor.clip_ratio if low is None else low,
+        clip_ratio_high=actor.clip_ratio if high is None else high,
+        clip_ratio_c=actor.clip_ratio_c,
+        use_kl_loss=actor.use_kl_loss,
+        kl_loss_coef=actor.kl_loss_coef,
+        kl_loss_type=actor.kl_loss_type,
+        entropy_coeff=actor.entropy_coeff,
+        use_kl_in_reward=False,
+        multi_turn=False,
+        rejection=False,
+        stop_ids=tuple(tokenizer.stop_ids),
+        pad_id=tokenizer.pad_id,
+        max_response_length=config.data.max_response_length,
+        vocab_size=vocab_size,
+        world_size=world_size(config),
+        trainer_dtype=compute if compute != "float32" else roles.model.dtype,
+        rollout_dtype=rollout.dtype,
+        ref_from_actor=True,
+        on_policy=True,
+    )
+
+
+@dataclass
+class SyncProbe:
+    """Log-probs of a few rows by trainer and engine, after the sync of every ``every``-th step."""
+
+    workers: WorkerGroup
+    rollout: Rollout
+    meter: CpuMeter
+    temperature: float
+    every: int
+    batch: DataProto | None = None
+
+    def register(self, callbacks: Callbacks) -> None:
+        """Listen to the loop."""
+        callbacks.after_stage.append(self._remember)
+        callbacks.evidence.setdefault("sync_weights", []).append(self)
+
+    def _remember(self, step: int, stage: str, batch: DataProto) -> None:
+        if stage == "update_actor":
+            self.batch = batch
+
+    def __call__(self, step: int, batch: DataProto) -> Mapping[str, Any]:
+        """Evidence for the boundary after the sync of ``step``."""
+        if self.batch is None:
+            return {"sync_probe_skipped": "no batch yet whose rows could be scored"}
+        if self.every <= 0 or (step - 1) % self.every:
+            return {"sync_probe_skipped": f"scored every {self.every} steps"}
+        with self.meter.auditing():
+            return {"sync_probe": self._score(self.batch)}
+
+    def _score(self, batch: DataProto) -> dict[str, Any]:
+        world = self.workers.world_size
+        rows = min(len(batch), -(-PROBED_ROWS // world) * world)
+        sample = batch.select_idxs(list(range(rows)))
+        mask = sample.batch["response_mask"] != 0
+        trainer = self.workers.compute_log_prob(sample, entropy=False).batch["old_log_probs"]
+        engine = self.rollout.score(sample, temperature=self.temperature)
+        return {"trainer": trainer[mask].numpy(), "engine": engine[mask].numpy()}

@@ -1,0 +1,36 @@
+"""Metrics of one step from its batch, under verl's names where verl has them.
+
+Units: lengths in tokens, times in seconds, scores as the reward function returned them.
+"""
+
+from __future__ import annotations
+
+from dataproto_audit.protocol import DataProto
+
+
+def batch_metrics(batch: DataProto) -> dict[str, float]:
+    """Scores, advantages and lengths of a finished batch of rows ``[B,R]``."""
+    tensors = batch.batch
+    mask = tensors["response_mask"].numpy() != 0
+    width = mask.shape[1]
+    attended = tensors["attention_mask"].numpy() != 0
+    prompt, response = attended[:, :-width].sum(1), attended[:, -width:].sum(1)
+    scores = tensors["token_level_scores"].numpy().sum(1)
+    rewards = tensors["token_level_rewards"].numpy().sum(1)
+    advantages = tensors["advantages"].numpy()[mask]
+    out: dict[str, float] = {}
+    for name, values in (
+        ("critic/score", scores),
+        ("critic/rewards", rewards),
+        ("critic/advantages", advantages),
+        ("response_length", response),
+        ("prompt_length", prompt),
+    ):
+        if values.size:
+            out[f"{name}/mean"] = float(values.mean())
+            out[f"{name}/max"] = float(values.max())
+            out[f"{name}/min"] = float(values.min())
+    out["response_length/clip_ratio"] = float((response == width).mean())
+    out["response/aborted_ratio"] = float((response == 0).mean())
+    out["perf/total_num_tokens"] = float(attended.sum())
+    return out

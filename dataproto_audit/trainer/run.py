@@ -1,0 +1,321 @@
+"""One training run from configuration to summary: starts everything, drives the loop, stops it all.
+
+Start-up overlaps: the engine and the ranks import their libraries side by side, and the supervised
+warm-up runs while the engine still loads.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from dataproto_audit.auditor import Auditor
+from dataproto_audit.codes import UsageError
+from dataproto_audit.dump.run_folder import RunFolder, default_run_dir
+from dataproto_audit.findings import OUTCOME_KINDS, SEVERITIES, AuditError
+from dataproto_audit.render.terminal import Progress
+from dataproto_audit.trainer.backends.checkpoint import latest
+from dataproto_audit.trainer.callbacks import Callbacks
+from dataproto_audit.trainer.cpu import CpuMeter
+from dataproto_audit.trainer.data import open_data, warmup_batch
+from dataproto_audit.trainer.evidence import SyncProbe, audit_settings
+from dataproto_audit.trainer.loop import STAGES, Loop
+from dataproto_audit.trainer.models import ModelFolder, prepare_model
+from dataproto_audit.trainer.parts import build_parts
+from dataproto_audit.trainer.prompts import PromptData
+from dataproto_audit.trainer.rewards import Scorer, open_scorer
+from dataproto_audit.trainer.rollout.group import Rollout
+from dataproto_audit.trainer.validate import validate, world_size
+from dataproto_audit.trainer.workers.cluster import cluster
+from dataproto_audit.trainer.workers.group import WorkerGroup
+from dataproto_audit.trainer.workers.spec import worker_spec
+
+MEAN_OVER = 3
+"""First and last steps that ``reward_first`` and ``reward_last`` are means of."""
+
+
+@dataclass
+class Inputs:
+    """What a run is made of before any process starts; opening it finds most mistakes."""
+
+    model: ModelFolder
+    prompts: PromptData
+    validation: PromptData | None
+    score: Scorer
+
+
+@dataclass
+class Result:
+    """The summary of a run, and the finding that stopped it, if one did."""
+
+    summary: dict[str, Any]
+    stopped_by: AuditError | None = None
+
+
+def run(config: DictConfig, *, callbacks: Callbacks | None = None) -> Result:
+    """Train as configured; ``summary.json`` in the run folder holds the summary too.
+
+    Raises:
+        UsageError: the configuration cannot work; nothing was started.
+        RunError: a worker, the engine, the reward function or the disk failed. Tables and
+            checkpoints up to the last finished step are kept, and no process is left.
+    """
+    validate(config)
+    callbacks = callbacks or Callbacks()
+    began = time.monotonic()
+    run_dir, checkpoint = _where(config)
+    with ExitStack() as stack, _termination_interrupts():
+        folder = stack.enter_context(
+            RunFolder.create(
+                run_dir,
+                config=OmegaConf.to_yaml(config),
+                existing=_existing(config, checkpoint),
+                resume_after=checkpoint.step if checkpoint else None,
+                also_owned=("trace", "checkpoints", "model"),
+            )
+        )
+        progress = stack.enter_context(Progress())
+        inputs = _open(config, folder.path / "model")
+        auditor = Auditor(
+            audit_settings(config, inputs.model.tokenizer, inputs.model.vocab_size),
+            level=config.audit.level,
+            on_fail=config.audit.on_fail,
+            tables=folder.tables,
+        )
+        stack.enter_context(cluster(object_store_bytes=int(config.trainer.ray_object_store_bytes)))
+        workers, rollout = _start(config, inputs, stack, progress, checkpoint)
+        meter = CpuMeter()
+        loop = _loop(config, inputs, workers, rollout, auditor, callbacks, progress, meter, folder)
+        if checkpoint:
+            loop.step = checkpoint.step
+            loop.rewards += workers.load_checkpoint(checkpoint.path).extra["rewards"]
+        meter.start([os.getpid(), *workers.pids, int((rollout.info or {})["pid"])])
+        progress.start(int(config.trainer.total_training_steps), STAGES, first_step=loop.step + 1)
+        stopped_by: AuditError | None = None
+        try:
+            loop.fit()
+        except AuditError as error:
+            stopped_by = AuditError(error.findings, str(folder.path))
+        progress.stop()
+        summary = _summary(config, loop, auditor, meter, folder, time.monotonic() - began)
+        if stopped_by:
+            summary["stopped_by"] = stopped_by.findings[0].to_dict()
+        folder.finish(summary)
+    return Result(summary, stopped_by)
+
+
+def plan(config: DictConfig) -> dict[str, Any]:
+    """What a run would do, after checking all that can be checked without starting anything."""
+    validate(config)
+    with tempfile.TemporaryDirectory() as scratch:
+        inputs = _open(config, Path(scratch) / "model")
+        first = inputs.prompts.batch(1)
+    roles, world = config.actor_rollout_ref, world_size(config)
+    rows = config.data.train_batch_size * roles.rollout.n
+    mini = roles.actor.ppo_mini_batch_size * roles.rollout.n
+    return {
+        "model": {
+            "path": roles.model.path or "made on the spot",
+            "vocab_size": inputs.model.vocab_size,
+            "stop_ids": list(inputs.model.tokenizer.stop_ids),
+        },
+        "data": {
+            "rows": len(inputs.prompts),
+            "overlong_prompts_left_out": inputs.prompts.overlong,
+            "first_prompt": str(first.non_tensor_batch["raw_prompt"][0]),
+        },
+        "ranks": world,
+        "rows_per_step": rows,
+        "rows_per_rank": rows // world,
+        "mini_batches_per_step": rows // mini * roles.actor.ppo_epochs,
+        "rows_per_mini_batch_and_rank": mini // world,
+        "engine": roles.rollout.name,
+        "stages": [s for s in STAGES if s != "ref_log_prob" or roles.actor.use_kl_loss],
+        "steps": config.trainer.total_training_steps,
+        "audit": {"level": config.audit.level, "on_fail": config.audit.on_fail},
+    }
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The checkpoint that a run goes on from."""
+
+    path: Path
+    step: int
+
+
+def _where(config: DictConfig) -> tuple[Path, Resumed | None]:
+    """The run folder, and the checkpoint to go on from if one is asked for."""
+    trainer = config.trainer
+    if trainer.resume_mode == "path":
+        path = Path(trainer.resume_from_path)
+        found = latest(path.parent, only=path)
+        run_dir = Path(trainer.run_dir) if trainer.run_dir else path.parent.parent
+        return run_dir, Resumed(*found) if found else None
+    run_dir = Path(trainer.run_dir) if trainer.run_dir else default_run_dir(trainer.experiment_name)
+    if trainer.resume_mode == "auto":
+        if not trainer.run_dir:
+            raise UsageError(
+                "DPA851",
+                "trainer.resume_mode=auto looks into trainer.run_dir, which is not set.",
+                "Set trainer.run_dir to the folder of the run to go on with.",
+            )
+        found = latest(run_dir / "checkpoints")
+        return run_dir, Resumed(*found) if found else None
+    return run_dir, None
+
+
+def _existing(config: DictConfig, checkpoint: Resumed | None) -> Any:
+    if checkpoint:
+        return "resume"
+    fresh = config.trainer.overwrite or config.trainer.resume_mode == "auto"
+    return "overwrite" if fresh else "refuse"
+
+
+def _open(config: DictConfig, model_dir: Path) -> Inputs:
+    model = prepare_model(config.actor_rollout_ref.model, folder=model_dir)
+    validates = config.trainer.test_freq > 0 or config.trainer.val_before_train
+    return Inputs(
+        model=model,
+        prompts=open_data(config.data, model.tokenizer),
+        validation=open_data(config.data, model.tokenizer, split="val") if validates else None,
+        score=open_scorer(config.reward, model.tokenizer),
+    )
+
+
+def _start(
+    config: DictConfig,
+    inputs: Inputs,
+    stack: ExitStack,
+    progress: Progress,
+    checkpoint: Resumed | None,
+) -> tuple[WorkerGroup, Rollout]:
+    """Ranks and engine, loaded, the policy warmed up. Stopped when the stack unwinds."""
+    path, data = str(inputs.model.path.absolute()), config.data
+    rollout = Rollout.start(
+        config.actor_rollout_ref.rollout,
+        path,
+        tokenizer=inputs.model.tokenizer,
+        max_prompt_length=data.max_prompt_length,
+        max_response_length=data.max_response_length,
+        attn_implementation=config.actor_rollout_ref.model.attn_implementation,
+    )
+    stack.callback(rollout.shutdown)
+    workers = WorkerGroup(worker_spec(config, model_path=path), world_size=world_size(config))
+    stack.callback(workers.shutdown)
+    progress.message(
+        f"starting {world_size(config)} ranks and {config.actor_rollout_ref.rollout.name}"
+    )
+    warmup = config.warmup
+    supervised = None
+    if warmup.steps and not checkpoint:
+        supervised = warmup_batch(
+            data, inputs.model.tokenizer, steps=warmup.steps, batch_size=warmup.batch_size
+        )
+    workers.build()
+    if supervised is not None:
+        losses = workers.warmup(supervised, steps=warmup.steps, lr=warmup.lr)
+        progress.message(
+            f"{warmup.steps} supervised steps: loss {losses[0]:.3f} -> {losses[-1]:.3f}"
+        )
+    rollout.ready()
+    return workers, rollout
+
+
+def _loop(
+    config: DictConfig,
+    inputs: Inputs,
+    workers: WorkerGroup,
+    rollout: Rollout,
+    auditor: Auditor,
+    callbacks: Callbacks,
+    progress: Progress,
+    meter: CpuMeter,
+    folder: RunFolder,
+) -> Loop:
+    if config.audit.level == "full":
+        temperature = float(config.actor_rollout_ref.rollout.temperature)
+        every = int(config.audit.sync_probe_every)
+        SyncProbe(workers, rollout, meter, temperature, every).register(callbacks)
+    rewards: list[float] = []
+    parts = build_parts(
+        config,
+        workers=workers,
+        rollout=rollout,
+        prompts=inputs.prompts,
+        validation=inputs.validation,
+        score=inputs.score,
+        checkpoints=folder.path / "checkpoints",
+        rewards=rewards,
+        meter=meter,
+    )
+    return Loop(config, parts, auditor, progress, callbacks, rewards=rewards)
+
+
+def _summary(
+    config: DictConfig,
+    loop: Loop,
+    auditor: Auditor,
+    meter: CpuMeter,
+    folder: RunFolder,
+    wall_s: float,
+) -> dict[str, Any]:
+    """The documented keys, and what a person asks next."""
+    rewards, spent = loop.rewards, meter.spent_s()
+    audit_s = auditor.cpu_s + meter.audit_s
+    steps = max(1, loop.trained)
+    first, last = rewards[:MEAN_OVER], rewards[-MEAN_OVER:]
+    every = {probe.name: probe.every for probe in auditor.probes.values() if probe.every > 1}
+    if config.audit.level == "full" and config.audit.sync_probe_every > 1:
+        every["engine_scores_alike"] = int(config.audit.sync_probe_every)
+    return {
+        "run_dir": str(folder.path),
+        "steps": loop.step,
+        "reward_first": sum(first) / len(first) if first else None,
+        "reward_last": sum(last) / len(last) if last else None,
+        "boundaries": auditor.boundaries,
+        "outcomes": {kind: auditor.outcomes[kind] for kind in OUTCOME_KINDS},
+        "findings": {severity: auditor.severities[severity] for severity in SEVERITIES},
+        "audit_cpu_share": audit_s / spent if spent > 0 else 0.0,
+        "audit_cpu_ms_per_step": 1e3 * audit_s / steps,
+        "audit_cpu_s": {"checks_and_tables": auditor.cpu_s, "evidence": meter.audit_s},
+        "cpu_ms_per_step": 1e3 * spent / steps,
+        "samples_per_cpu_s": steps
+        * config.data.train_batch_size
+        * config.actor_rollout_ref.rollout.n
+        / max(spent, 1e-9),
+        "stages": list(auditor.stages),
+        "stage_wall_s": dict(loop.seconds),
+        "every": every,
+        "backend": config.actor_rollout_ref.actor.strategy,
+        "world_size": world_size(config),
+        "wall_s": wall_s,
+        "tables": str(folder.path / "tables"),
+    }
+
+
+@contextmanager
+def _termination_interrupts() -> Iterator[None]:
+    """SIGTERM ends the run as Ctrl-C does: everything is stopped and closed on the way out."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

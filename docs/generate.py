@@ -1,0 +1,119 @@
+"""Write the pages that follow from the code: codes, fields and stages, configuration.
+
+Usage: python docs/generate.py [FOLDER]. A test compares the committed pages with what this writes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING, OmegaConf
+
+from dataproto_audit.codes import CAUSES, CODES
+from dataproto_audit.render.fields import fields_table
+from dataproto_audit.trainer.config import Config
+
+NOTE = "<!-- written by docs/generate.py -->"
+
+
+def codes_page() -> str:
+    """All codes with meaning, causes and remedy, then the vocabulary of causes."""
+    lines = [NOTE, "# Codes", "", "`dataproto-audit explain CODE` prints the same.", ""]
+    for code in CODES.values():
+        lines += [
+            f"## {code.code}",
+            "",
+            f"**{code.title[0].upper()}{code.title[1:]}.** {code.meaning}",
+        ]
+        if code.causes:
+            lines += ["", "Causes, most frequent first:", ""]
+            lines += [f"* `{cause}`: {CAUSES[cause]}" for cause in code.causes]
+        if code.fix:
+            lines += ["", f"What to do: {code.fix}"]
+        lines.append("")
+    lines += ["# Causes", "", "| cause | meaning |", "| --- | --- |"]
+    lines += [f"| `{name}` | {meaning} |" for name, meaning in CAUSES.items()]
+    return "\n".join(lines) + "\n"
+
+
+def fields_page() -> str:
+    """The field-evolution table as declared."""
+    table = fields_table()
+    lines = [
+        NOTE,
+        "# Fields and stages",
+        "",
+        "`dataproto-audit fields` prints the same. Everything",
+    ]
+    lines += ["that a stage does not name is kept: equal, row key by row key.", "", "## Stages", ""]
+    keys = ("reads", "adds", "may_add", "changes", "drops")
+    lines += ["| stage | rows | " + " | ".join(k.replace("_", " ") for k in keys) + " |"]
+    lines += ["| --- " * (len(keys) + 2) + "|"]
+    for row in table["stages"]:
+        cells = [", ".join(f"`{name}`" for name in row[key]) for key in keys]
+        lines.append(f"| {row['stage']} | {row['rows']} | " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        "## Fields",
+        "",
+        "Column `t` of a response field belongs to `responses[:, t]`.",
+        "",
+    ]
+    lines += ["| field | kind | axes | written by | meaning |", "| --- | --- | --- | --- | --- |"]
+    for row in table["fields"]:
+        cells = (f"`{row['field']}`", row["kind"], row["axes"], row["producer"], row["meaning"])
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def configuration_page() -> str:
+    """Every configuration key with its type and default."""
+    lines = [NOTE, "# Configuration", "", "Keys follow verl's names. `dataproto-audit train CONFIG"]
+    lines += ["key=value ...` overrides single ones; an unknown key is an error that names the"]
+    lines += ["nearest one. `--dry-run` checks everything and starts nothing.", ""]
+    _section(Config, "", lines)
+    return "\n".join(lines) + "\n"
+
+
+def _section(section: Any, prefix: str, lines: list[str]) -> None:
+    rows: list[str] = []
+    nested = []
+    for field in dataclasses.fields(section):
+        value = OmegaConf.structured(section)
+        missing = OmegaConf.is_missing(value, field.name) or field.default == MISSING
+        inner = None if missing else getattr(value, field.name)
+        kind = OmegaConf.get_type(inner) if inner is not None else None
+        if dataclasses.is_dataclass(kind):
+            nested.append((kind, f"{prefix}.{field.name}" if prefix else field.name))
+            continue
+        shown = "required" if missing else f"`{_plain(inner)}`"
+        rows.append(f"| `{field.name}` | {str(field.type).replace('|', 'or')} | {shown} |")
+    if rows:
+        lines += [f"## {prefix}", "", " ".join((section.__doc__ or "").split()), ""]
+        lines += ["| key | type | default |", "| --- | --- | --- |", *rows, ""]
+    for kind, name in nested:
+        _section(kind, name, lines)
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+
+
+PAGES = {
+    "codes.md": codes_page,
+    "fields.md": fields_page,
+    "configuration.md": configuration_page,
+}
+
+
+def main(folder: Path) -> None:
+    """Write all pages into ``folder``."""
+    for name, page in PAGES.items():
+        (folder / name).write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)

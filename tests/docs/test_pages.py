@@ -1,0 +1,74 @@
+"""The pages under docs/: generated ones are current, examples run, links lead somewhere."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dataproto_audit.auditor import Auditor
+from dataproto_audit.contracts.fields import FIELDS
+from dataproto_audit.contracts.stages import STAGES
+from dataproto_audit.probes import PROBES, Settings
+from dataproto_audit.protocol import DataProto
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+def generator():
+    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["codes.md", "fields.md", "configuration.md"])
+def test_a_generated_page_is_what_the_code_says(name):
+    written = (DOCS / name).read_text(encoding="utf-8")
+    assert written == generator().PAGES[name](), "run: python docs/generate.py"
+
+
+@pytest.fixture
+def undo():
+    """Take back what the examples register."""
+    kept = dict(FIELDS), dict(STAGES), dict(PROBES)
+    yield
+    for registry, before in zip((FIELDS, STAGES, PROBES), kept, strict=True):
+        registry.clear()
+        registry.update(before)
+
+
+def test_the_examples_for_extending_work(undo):
+    text = (DOCS / "extending.md").read_text(encoding="utf-8")
+    names: dict[str, object] = {}
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        assert len([line for line in block.splitlines() if line.strip()]) <= 15
+        exec(compile(block, "extending.md", "exec"), names)
+    auditor = Auditor(Settings(), on_fail="record")
+    auditor.begin_step(1)
+    tensors = {
+        "responses": torch.ones(2, 3, dtype=torch.long),
+        "response_mask": torch.ones(2, 3, dtype=torch.long),
+        "teacher_log_probs": torch.tensor([[-1.0, -1.0, -1.0], [-1.0, 0.5, -1.0]]),
+    }
+    batch = DataProto.from_dict(tensors, non_tensors={"uid": np.array(["a", "b"], object)})
+    report = auditor.boundary("teacher", batch)
+    [finding] = [f for f in report.findings if f.code == "ACME1"]
+    assert finding.columns == {1: (1,)}
+    tensors["teacher_log_probs"] = torch.ones(2, 3, dtype=torch.long)
+    wrong = DataProto.from_dict(tensors, non_tensors={"uid": np.array(["a", "b"], object)})
+    auditor.begin_step(2)
+    assert "DPA102" in {f.code for f in auditor.boundary("teacher", wrong).findings}
+
+
+@pytest.mark.parametrize(
+    "page", sorted([*DOCS.glob("*.md"), ROOT / "README.md"]), ids=lambda p: p.name
+)
+def test_relative_links_lead_somewhere(page):
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", text):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
