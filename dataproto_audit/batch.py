@@ -70,7 +70,7 @@ class BatchView:
 
     @classmethod
     def of(cls, batch: Any) -> BatchView:
-        """View ``batch``; raises :class:`UsageError` when it is no known form of batch."""
+        """View ``batch``; raises :class:`UsageError` when it is no form of batch, or holds no data."""
         if isinstance(batch, BatchView):
             return batch
         if batch is None:
@@ -95,6 +95,10 @@ class BatchView:
         untracked = []
         for name, value in () if fields is None else fields.items():
             if isinstance(value, Tensor):
+                if value.is_meta:
+                    raise UsageError(
+                        "DPA857", f"the field {name} has no data.", "Move it off the meta device."
+                    )
                 tensors[str(name)] = value
             elif isinstance(value, np.ndarray) and value.dtype.kind in "iufb":
                 tensors[str(name)] = _shared(value)
@@ -276,6 +280,12 @@ class Block:
     def mask(self) -> Array:
         """Response mask as bool ``[block, response]``."""
         out: Array = self["response_mask"] != 0
+        return out
+
+    @cached_property
+    def mask_differs(self) -> Array:
+        """Where response mask and response attention differ, ``[block, response]``."""
+        out: Array = self.mask != self.response_attention
         return out
 
 

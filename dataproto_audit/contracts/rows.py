@@ -38,8 +38,8 @@ class RowState:
         self._versions: dict[str, int | None] = {}
         self._addresses: dict[str, bytes] = {}
         self._hashes: dict[str, Hashes] = {}
-        same = {name for name in view.tensors if self._hash(name, previous)}
-        same.update(name for name in view.arrays if self._list(name, previous))
+        same = self._fingerprint(previous)
+        same += [name for name in view.arrays if self._list(name, previous)]
         self.same = frozenset(same)
 
     @property
@@ -65,27 +65,28 @@ class RowState:
         state.same = frozenset(self.view.names)
         return state
 
-    def _hash(self, name: str, previous: "RowState | None") -> bool:
-        """Fingerprint the rows of a tensor; True when they are those of ``previous``."""
-        view = self.view
-        tensor = view.tensors[name]
-        tracked = not tensor.is_inference() and name not in view.untracked
-        version = self._versions[name] = tensor._version if tracked else None
-        old = None if previous is None else previous.view
-        if old is None or previous is None or name not in old.tensors:
-            view.row_hashes(name)
-            return False
-        if tracked and tensor is old.tensors[name] and previous._versions[name] == version:
-            view.take_over(name, old)
-            return True
-        return np.array_equal(old.row_hashes(name), view.row_hashes(name))
+    def _fingerprint(self, previous: "RowState | None") -> list[str]:
+        """Fingerprint the rows of all tensors; names of those that are as they were."""
+        view, same = self.view, []
+        earlier = {} if previous is None else previous.view.tensors
+        for name, tensor in view.tensors.items():
+            version = None if tensor.is_inference() else tensor._version
+            self._versions[name] = version = None if name in view.untracked else version
+            if previous is None or name not in earlier:
+                view.row_hashes(name)
+            elif tensor is earlier[name] and version == previous._versions[name] is not None:
+                view.take_over(name, previous.view)
+                same.append(name)
+            elif np.array_equal(previous.view.row_hashes(name), view.row_hashes(name)):
+                same.append(name)
+        return same
 
     def _list(self, name: str, previous: "RowState | None") -> bool:
         """Note the objects of a non-tensor field; True when they are those of ``previous``."""
         array = self.view.arrays[name]
         self._addresses[name] = addresses = array.tobytes()
         old = None if previous is None else previous.objects.get(name)
-        if previous is not None and previous._addresses.get(name) == addresses and old is not None:
+        if previous is not None and old is not None and previous._addresses[name] == addresses:
             self.objects[name] = old
             if name in previous._hashes:
                 self._hashes[name] = previous._hashes[name]
@@ -121,14 +122,14 @@ class RowState:
         uids = self.objects.get("uid", uids)
         if uids is None or len(uids) != self.rows:
             uids = ["-"] * self.rows
-        names = [str(uid) for uid in uids]
+        names = [uid if isinstance(uid, str) else str(uid) for uid in uids]
         parts = [self.hashes(n) for n in KEY_FIELDS if n in self.view.tensors and self.whole(n)]
         if parts:
             text = sum(parts[1:], parts[0]).astype(">u8").tobytes().hex()
             starts = range(0, len(text), 16)
             names = [f"{u}/{text[at : at + 16]}" for u, at in zip(names, starts, strict=True)]
         if len(set(names)) == len(names):
-            return tuple([name + "/0" for name in names])
+            return tuple([f"{name}/0" for name in names])
         seen: dict[str, int] = {}
         keys = []
         for name in names:
@@ -143,7 +144,7 @@ def differing(old: Sequence[Any], new: Sequence[Any]) -> Iterator[int]:
     Identical objects are equal without a look inside; others are compared by value.
     """
     try:
-        if list(old) == list(new):  # the usual case: identical objects, and one call for all rows
+        if list(old) == list(new):  # the usual case: the same objects, in one call for all rows
             return
     except Exception:  # noqa: BLE001 - arrays have no single truth value, and users write __eq__
         pass

@@ -18,7 +18,7 @@ CONSUMED = ("entropys",)
 """Fields that the driver turns into a metric and drops between two stages."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Crossing:
     """What a boundary did to the rows. With a ``reason`` nothing was compared."""
 
@@ -88,37 +88,43 @@ class Trail:
     def _entered(self, stage: type[Stage], previous: RowState | None, state: RowState) -> Crossing:
         seen = Crossing(state, previous, "unchanged", "DPA113")
         if stage.own_input:
-            return replace(seen, reason="a batch of its own")
+            return _not_compared(seen, "a batch of its own")
         if previous is None:
-            return replace(seen, reason="the boundary before was not seen")
+            return _not_compared(seen, "the boundary before was not seen")
         if stage.rows.relation == "expand" and state.rows != previous.rows:
             n = self.settings.n
             if n is None:
-                return replace(seen, reason="setting unknown: n")
+                return _not_compared(seen, "setting unknown: n")
             if state.rows == previous.rows * n:
-                return replace(seen, violations=compare_expanded(previous, state, n))
+                seen.violations = compare_expanded(previous, state, n)
+                return seen
         may_drop: Collection[str] | None = None if stage.fresh else CONSUMED
         place = f"what happens before {stage.name}"
         found = compare_unchanged(place, previous, state, may_drop=may_drop)
-        causes = ("changed_between_stages",)
-        return replace(
-            seen,
-            violations=[replace(v, code="DPA113", causes=(*causes, *v.causes)) for v in found],
-        )
+        seen.violations = [
+            replace(v, code="DPA113", causes=("changed_between_stages", *v.causes)) for v in found
+        ]
+        return seen
 
     def _left(self, stage: type[Stage], previous: RowState | None, state: RowState) -> Crossing:
         seen = Crossing(state, previous, "rows", "DPA104")
         if stage.own_input:
-            return replace(seen, reason="a batch of its own")
+            return _not_compared(seen, "a batch of its own")
         expands = stage.rows.relation == "expand"
         base = self.origin if expands and self.origin is not None else previous
         if base is None:
-            return replace(seen, reason="the boundary before was not seen")
+            return _not_compared(seen, "the boundary before was not seen")
         if expands and self.settings.n is None:
-            return replace(seen, reason="setting unknown: n")
+            return _not_compared(seen, "setting unknown: n")
         sizes = {"n": self.settings.n or 1, **self.settings.factors()}
         free = stage.changeable(self.settings)
         found = compare_rows(stage, base, state, sizes=sizes, free=free)
         if stage.name == "union" and self.origin is not None and self.settings.n:
             found += compare_expanded(self.origin, state, self.settings.n)
-        return replace(seen, violations=found)
+        seen.violations = found
+        return seen
+
+
+def _not_compared(seen: Crossing, reason: str) -> Crossing:
+    seen.reason = reason
+    return seen

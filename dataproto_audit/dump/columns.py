@@ -100,7 +100,7 @@ def _text(value: Any) -> pa.Array:
         return _mixed_text(items)
     ends = np.zeros(len(items) + 1, np.int32)
     np.cumsum(list(map(len, items)), out=ends[1:])
-    return _from_buffers(pa.string(), np.zeros(len(items), bool), ends, joined.encode())
+    return _from_buffers(pa.string(), len(items), None, ends, joined.encode())
 
 
 def _mixed_text(items: Sequence[Any]) -> pa.Array:
@@ -108,7 +108,7 @@ def _mixed_text(items: Sequence[Any]) -> pa.Array:
     ends = np.zeros(len(encoded) + 1, np.int32)
     np.cumsum([len(item) for item in encoded], out=ends[1:])
     missing = np.fromiter((item is None for item in items), bool, len(encoded))
-    return _from_buffers(pa.string(), missing, ends, b"".join(encoded))
+    return _from_buffers(pa.string(), len(encoded), missing, ends, b"".join(encoded))
 
 
 def _utf8(value: Any) -> bytes:
@@ -117,54 +117,59 @@ def _utf8(value: Any) -> bytes:
 
 
 def _numbers(value: Any, kind: str) -> pa.Array:
+    wanted = _NUMPY[kind]
+    if isinstance(value, np.ndarray) and value.dtype == wanted and value.ndim == 1:
+        return _packed(value.copy(), None, kind)
     values, missing = _present(value)
     if values.ndim != 1:
         raise ValueError(f"an array of shape {values.shape}, one axis expected")
-    wanted = _NUMPY[kind]
-    if values.dtype == object and not missing.all():
+    if values.dtype == object and (missing is None or not missing.all()):
         raise ValueError("values that are no numbers")
-    if values.dtype.kind not in "biufO":
-        raise ValueError(f"{values.dtype} values that are no numbers")
-    if kind == "bool" and values.dtype.kind == "f":
-        raise ValueError(f"{values.dtype} values that are no bools")
+    if values.dtype.kind not in "biufO" or (kind == "bool" and values.dtype.kind == "f"):
+        raise ValueError(f"{values.dtype} values that are no {kind}")
+    if values.dtype == object:
+        return _packed(np.zeros(len(values), wanted), missing, kind)
     with np.errstate(invalid="ignore", over="ignore"):  # what does not fit is found below
-        converted = (
-            np.zeros(len(values), wanted) if values.dtype == object else values.astype(wanted)
-        )
-    if (wanted.kind in "iu" and values.dtype.kind == "f") or (
-        wanted.kind in "iub" and values.dtype.kind in "iu"
-    ):
-        misfit = ~missing & (converted != values)
-    else:
-        misfit = np.zeros(0, bool)
-    if misfit.any():
-        raise ValueError(f"{values.dtype} values that do not fit")
-    data = np.packbits(converted, bitorder="little") if kind == "bool" else converted
-    return _from_buffers(ARROW_TYPES[kind], missing, data)
+        converted = values.astype(wanted)
+    if wanted.kind in "iub" and values.dtype.kind in "iuf":
+        misfit = converted != values
+        if (misfit if missing is None else misfit & ~missing).any():
+            raise ValueError(f"{values.dtype} values that do not fit")
+    return _packed(converted, missing, kind)
 
 
-def _present(value: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def _packed(
+    values: np.ndarray[Any, Any], missing: np.ndarray[Any, Any] | None, kind: str
+) -> pa.Array:
+    data = np.packbits(values, bitorder="little") if kind == "bool" else values
+    return _from_buffers(ARROW_TYPES[kind], len(values), missing, data)
+
+
+def _present(value: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any] | None]:
     """Values as an array, and where they are missing; a missing one holds some number."""
-    is_array = isinstance(value, np.ndarray)
-    if is_array and value.dtype != object:
-        return value, np.zeros(value.shape, bool)
-    items = value.tolist() if hasattr(value, "tolist") else list(value)
-    missing = np.fromiter((item is None for item in items), bool, len(items))
-    if missing.any():
-        known = [item for item in items if item is not None]
-        items = [known[0] if item is None else item for item in items] if known else items
-    return np.asarray(items), missing
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return value, None
+    items = value.tolist() if hasattr(value, "tolist") else value
+    missing = np.array([item is None for item in items], bool)
+    if not missing.any():
+        return np.asarray(items), None
+    known = next((item for item in items if item is not None), None)
+    return np.asarray([known if item is None else item for item in items]), missing
 
 
 def repeated_step(step: int, rows: int) -> pa.Array:
     """The ``step`` column of ``rows`` rows."""
-    return _from_buffers(pa.int64(), np.zeros(rows, bool), np.full(rows, step, np.int64))
+    return _from_buffers(pa.int64(), rows, None, np.full(rows, step, np.int64))
 
 
 def _from_buffers(
-    kind: pa.DataType, missing: np.ndarray[Any, Any], *data: np.ndarray[Any, Any] | bytes
+    kind: pa.DataType,
+    rows: int,
+    missing: np.ndarray[Any, Any] | None,
+    *data: np.ndarray[Any, Any] | bytes,
 ) -> pa.Array:
-    count = int(missing.sum())
-    valid = pa.py_buffer(np.packbits(~missing, bitorder="little")) if count else None
-    buffers = [valid, *(pa.py_buffer(part) for part in data)]
-    return pa.Array.from_buffers(kind, len(missing), buffers, count)
+    parts = map(pa.py_buffer, data)
+    if missing is None:
+        return pa.Array.from_buffers(kind, rows, [None, *parts], 0)
+    valid = pa.py_buffer(np.packbits(~missing, bitorder="little"))
+    return pa.Array.from_buffers(kind, rows, [valid, *parts], int(missing.sum()))

@@ -56,7 +56,7 @@ class RowReader:
         """Scalar score of each row: ``score``, else the row sum of the token-level scores."""
         try:
             if self.has("score"):
-                return np.array([float(s) for s in self.view.numpy("score").tolist()])
+                return np.array(list(map(float, self.view.numpy("score").tolist())))
         except (TypeError, ValueError):
             pass  # other things than numbers
         tokens = self.tensor("token_level_scores")
@@ -114,16 +114,22 @@ def field_row(view: BatchView, stage: str, when: str, name: str, fingerprint: st
     low, high, mean, nan, inf, covered = None, None, None, 0, 0, None
     if values.size:
         covered = np.count_nonzero(values) / values.size
-        total = float(np.add.reduce(values, axis=None, dtype=np.float64))
+        total = _sum(values)
         if total - total != 0.0:  # a NaN or an infinity is in there
             nan, inf = int(np.isnan(values).sum()), int(np.isinf(values).sum())
             values = values[np.isfinite(values)]
-            total = float(np.add.reduce(values, axis=None, dtype=np.float64))
+            total = _sum(values)
     if values.size:
         low = float(np.minimum.reduce(values, axis=None))
         high = float(np.maximum.reduce(values, axis=None))
         mean = total / values.size
     return (*head, f"[{shape}]", size, low, high, mean, nan, inf, covered, fingerprint)
+
+
+def _sum(values: Array) -> float:
+    """Sum in float64; integers are added as such, which is exact and takes no conversion."""
+    exact = None if values.dtype.kind in "biu" else np.float64
+    return float(np.add.reduce(values, axis=None, dtype=exact))
 
 
 def rows_columns(
@@ -132,12 +138,14 @@ def rows_columns(
     """Columns of the ``rows`` table; ``flags`` maps a row key to the codes that named it."""
     view = rows.view
     count, width = view.rows, view.prompt or 0
-    uids = map(str, view.arrays["uid"].tolist()) if rows.has("uid") else ["-"] * count
+    uids = view.arrays["uid"].tolist() if rows.has("uid") else ["-"] * count
+    if set(map(type, uids)) != {str}:
+        uids = [str(uid) for uid in uids]
     reasons = view.arrays["finish_reason"].tolist() if rows.has("finish_reason") else None
     return {
         "row": np.arange(count, dtype=np.int32),
         "row_key": keys,
-        "uid": list(uids),
+        "uid": uids,
         "prompt_length": rows.block.attended[:, :width].sum(1, dtype=np.int32),
         "response_length": rows.lengths,
         "trained_tokens": rows.trained,

@@ -75,7 +75,7 @@ def _terms(view: BatchView, ctx: Context, rows: Any) -> LossTerms:
     """The loss of the mini-batch ``rows``, unsplit, from the recorded log-probs."""
 
     def part(name: str) -> torch.Tensor:
-        return torch.from_numpy(view.numpy(name)[rows])
+        return torch.from_numpy(view.numpy(name)).index_select(0, rows)
 
     s = ctx.settings
     return unchecked(policy_loss)(
@@ -131,32 +131,36 @@ def loss_recomputed(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> 
     wrong: dict[int, dict[str, tuple[float, float]]] = {}
     table = []
     for number, reported, rows in _mini_batches(view, ctx):
-        terms = _terms(view, ctx, rows)
-        slack = ABSOLUTE * _scale(view, rows, float(terms["normaliser"]))
+        terms = _terms(view, ctx, torch.from_numpy(rows))
         for name, want in (
             ("pg_loss", terms["pg_loss"]),
             ("kl_loss", terms["kl_loss"] if s.use_kl_loss else None),
             ("entropy_loss", terms["entropy_loss"] if s.entropy_coeff else None),
-            ("total", terms["total"]),
+            ("loss", terms["total"]),
         ):
             got = reported.get(name)
             if got is None or want is None:
                 continue
             exact = float(want)
             table.append((number, name, float(got), reported.get("normaliser"), exact))
-            both_nan = got != got and exact != exact
-            if not (abs(got - exact) <= slack + RELATIVE * abs(exact) or both_nan):
+            if not _close(float(got), exact, view, rows, float(terms["normaliser"])):
                 wrong.setdefault(number, {})[name] = (float(got), exact)
     ctx.cache["loss_table"] = table
     if wrong:
         yield _loss_finding(ctx, wrong)
 
 
-def _scale(view: BatchView, rows: Any, normaliser: float) -> float:
-    """Size of the sums behind the loss: tokens per normaliser, times the largest advantage."""
+def _close(got: float, exact: float, view: BatchView, rows: Any, normaliser: float) -> bool:
+    """Equal up to rounding, which grows with the sums behind the loss: with tokens per normaliser
+    and with the largest advantage.
+    """
+    error, slack = abs(got - exact), RELATIVE * abs(exact)
+    if error <= ABSOLUTE + slack or (got != got and exact != exact):
+        return True
     mask = view.numpy("response_mask")[rows] != 0
     largest = np.abs(view.numpy("advantages")[rows])[mask].max(initial=1.0)
-    return float(max(1.0, largest) * max(1.0, mask.sum() / max(normaliser, 1.0)))
+    scale = max(1.0, float(largest)) * max(1.0, float(mask.sum()) / max(normaliser, 1.0))
+    return bool(error <= ABSOLUTE * scale + slack)
 
 
 def _loss_finding(ctx: Context, wrong: Mapping[int, Mapping[str, tuple[float, float]]]) -> Finding:

@@ -15,7 +15,7 @@ from dataproto_audit.batch import BatchView, Block
 from dataproto_audit.findings import Finding
 from dataproto_audit.probes.context import Context
 from dataproto_audit.probes.registry import probe
-from dataproto_audit.probes.scan import ATTENDED, RESPONSE_LENGTH, any_of
+from dataproto_audit.probes.scan import ATTENDED, RESPONSE_LENGTH, any_of, some
 
 AT = ("rollout", "validation")
 
@@ -30,8 +30,8 @@ def _binary(name: str) -> Any:
     def compute(block: Block) -> bool:
         mask = block[name] if name in block.view else block.attention
         if mask.dtype.kind in "iu":
-            return bool(np.any(mask & ~mask.dtype.type(1)))
-        return bool(_not_binary(mask).any())
+            return some(mask & ~mask.dtype.type(1))
+        return some(_not_binary(mask))
 
     return any_of(f"not_binary:{name}", (name,), compute)
 
@@ -62,7 +62,7 @@ def _changes_direction(block: Block) -> bool:
     on, prompt = block.attended, block.view.prompt or 0
     falls = on[:, : max(prompt - 1, 0)] & ~on[:, 1:prompt]
     rises = ~on[:, prompt:-1] & on[:, prompt + 1 :]
-    return bool(falls.any() or rises.any())
+    return some(falls) or some(rises)
 
 
 def _ends(on: Any, hint: Any) -> Any:
@@ -133,7 +133,7 @@ def _ids_bad(block: Block) -> Any:
         any_of(
             "ids_layout",
             ("input_ids", "prompts", "responses"),
-            lambda block: any(bool(part.any()) for part in _ids_bad(block)),
+            lambda block: any(map(some, _ids_bad(block))),
         ),
     ),
 )
@@ -177,7 +177,7 @@ def _position_bad(block: Block) -> Any:
         any_of(
             "positions",
             ("position_ids", *ATTENDED),
-            lambda block: bool(_position_bad(block).any()),
+            lambda block: some(_position_bad(block)),
         ),
     ),
 )
@@ -193,8 +193,10 @@ def positions(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterab
     if not stats["positions"]:
         return
     block = Block(view, slice(None))
-    bad, other = _position_bad(block), _counted(found) != block.attended
-    attention = bad.any(1) & (other.sum(1) < bad.sum(1))
+    bad, counted = _position_bad(block), _counted(found)
+    other = counted != block.attended
+    fits = ((found == _positions(counted)) | ~counted).all(1)  # it counts from 0, without a gap
+    attention = bad.any(1) & (other.sum(1) < bad.sum(1)) & fits
     for name, cells in (
         ("attention_mask", other & attention[:, None]),
         ("position_ids", bad & ~attention[:, None]),
@@ -229,7 +231,7 @@ def _counted(positions: Any) -> Any:
         any_of(
             "mask_outside",
             ("response_mask", *ATTENDED),
-            lambda block: bool((block.mask & ~block.response_attention).any()),
+            lambda block: some(block.mask_differs) and some(block.mask_differs & block.mask),
         ),
     ),
 )
@@ -278,8 +280,9 @@ def stop_token(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Itera
                       ("silent_truncation", "wrong_stop_token"))  # fmt: skip
     reasons = view.arrays.get("finish_reason")
     if reasons is not None and "finish_reason" not in ctx.broken and reasons.ndim == 1:
-        told = reasons.tolist()
-        said = np.array([isinstance(reason, str) and reason == "stop" for reason in told])
+        said = reasons == "stop"
+        if said.dtype != bool:  # entries that compare in ways of their own
+            said = np.array([isinstance(reason, str) and reason == "stop" for reason in reasons])
         bad = (lengths > 0) & (said != stopped) & ~bad
         if bad.any():
             yield _ending(ctx, bad, lengths, "finish_reason 'stop' exactly after a stop id",
@@ -310,7 +313,7 @@ def _pad_bad(block: Block, pad: int) -> Any:
 def pad_ids(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
     """input_ids [B,T] hold the pad id wherever the attention mask is 0."""
     pad = int(ctx.settings.pad_id or 0)
-    if any(bool(_pad_bad(block, pad).any()) for block in view.blocks()):
+    if any(some(_pad_bad(block, pad)) for block in view.blocks()):
         bad = _pad_bad(Block(view, slice(None)), pad)
         yield ctx.fail(
             "input_ids",
@@ -329,7 +332,7 @@ def pad_ids(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable
         any_of(
             "mask_missing",
             ("response_mask", *ATTENDED),
-            lambda block: bool((block.response_attention & ~block.mask).any()),
+            lambda block: some(block.mask_differs) and some(block.mask_differs & ~block.mask),
         ),
     ),
     applies=lambda ctx: (

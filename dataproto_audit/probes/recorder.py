@@ -62,7 +62,8 @@ class StepRecorder:
                 self._flags.setdefault(key, set()).add(finding.code)
         if self.tables is not None:
             self.tables.append_block(self._block(self.tables, stage.name, when, report.outcomes))
-            self.tables.append_findings(report.findings)
+            if report.findings:
+                self.tables.append_findings(report.findings)
 
     def _block(
         self, tables: TableWriter, stage: str, when: str, outcomes: Sequence[Outcome]

@@ -50,6 +50,11 @@ def scan(view: BatchView, stats: Iterable[Stat], *, rows: int | None = None) -> 
     return {name: stat.merge(parts[name]) for name, stat in wanted.items() if parts[name]}
 
 
+def some(array: Any) -> bool:
+    """True when any value of the array is not zero."""
+    return bool(np.count_nonzero(array))
+
+
 def any_of(name: str, needs: tuple[str, ...], compute: Callable[[Block], Any]) -> Stat:
     """A statistic that is true when it is true in any block."""
     return Stat(name, needs, compute, any)
