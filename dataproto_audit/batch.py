@@ -70,7 +70,7 @@ class BatchView:
 
     @classmethod
     def of(cls, batch: Any) -> BatchView:
-        """View ``batch``; raises :class:`UsageError` when it is no form of batch, or holds no data."""
+        """View ``batch``; :class:`UsageError` when it is no form of batch, or holds no data."""
         if isinstance(batch, BatchView):
             return batch
         if batch is None:

@@ -218,7 +218,7 @@ def _changed_columns(
 def _permuted(
     place: str, before: RowState, after: RowState, names: Sequence[str]
 ) -> Iterable[RowViolation]:
-    anchors = [name for name in names if name not in after.objects] or names
+    anchors = [n for n in names if n not in after.objects or n == "uid"] or names
     index = permutation(before, after, anchors)
     if index is None:
         yield from _torn(place, before, after, names)

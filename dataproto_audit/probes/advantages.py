@@ -90,7 +90,8 @@ def advantage_recomputed(
         bad &= np.isfinite(want) & ~skipped
         if not bad.any():
             return
-        worst = worst or (bad, want, bound)
+        if worst is None or bad.sum() < worst[0].sum():  # the form that explains most
+            worst = bad, want, bound
     if worst is not None:
         groups = _group_stats(view, ctx, with_lengths=True)
         yield _wrong(ctx, groups, found, ~skipped, *worst)

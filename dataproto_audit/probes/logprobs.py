@@ -139,7 +139,7 @@ def rollout_old_gap(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> 
     needs=("old_log_probs", "ref_log_prob", "response_mask", "settings.ref_from_actor"),
     stats=(masked_gap("old_log_probs", "ref_log_prob"),),
     applies=lambda ctx: (
-        "only at the first step" if ctx.step != 1 or not ctx.settings.ref_from_actor else ""
+        "only at the first step" if ctx.step != 1 or ctx.settings.ref_from_actor is False else ""
     ),
 )
 def old_ref_first(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:

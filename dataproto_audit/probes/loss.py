@@ -136,7 +136,7 @@ def loss_recomputed(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> 
             ("pg_loss", terms["pg_loss"]),
             ("kl_loss", terms["kl_loss"] if s.use_kl_loss else None),
             ("entropy_loss", terms["entropy_loss"] if s.entropy_coeff else None),
-            ("loss", terms["total"]),
+            ("total", terms["total"]),
         ):
             got = reported.get(name)
             if got is None or want is None:

@@ -280,13 +280,21 @@ def stop_token(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Itera
                       ("silent_truncation", "wrong_stop_token"))  # fmt: skip
     reasons = view.arrays.get("finish_reason")
     if reasons is not None and "finish_reason" not in ctx.broken and reasons.ndim == 1:
-        said = reasons == "stop"
-        if said.dtype != bool:  # entries that compare in ways of their own
-            said = np.array([isinstance(reason, str) and reason == "stop" for reason in reasons])
+        said = _said_stop(reasons)
         bad = (lengths > 0) & (said != stopped) & ~bad
         if bad.any():
             yield _ending(ctx, bad, lengths, "finish_reason 'stop' exactly after a stop id",
                           "they disagree", ("wrong_stop_token", "row_permutation"))  # fmt: skip
+
+
+def _said_stop(reasons: Any) -> Any:
+    try:
+        said = reasons == "stop"
+    except ValueError:  # arrays among the entries
+        said = None
+    if isinstance(said, np.ndarray) and said.dtype.kind == "b":
+        return said
+    return np.array([isinstance(reason, str) and reason == "stop" for reason in reasons])
 
 
 def _limit(ctx: Context, width: int) -> int:

@@ -42,8 +42,11 @@ def _cells(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> SharedCel
     return cells
 
 
-def _shift_repairs(view: BatchView, cells: SharedCells, field: str, noise: Noise) -> str:
-    """The column shift of ``field`` after which both checks hold, in words; '' if there is none."""
+def _shift_repairs(view: BatchView, cells: SharedCells, field: str, noise: Noise, bad: Any) -> str:
+    """The column shift of ``field`` after which both checks hold, in words; '' if there is none.
+
+    A shift for which no cell of ``bad [B,R]`` has a source repairs nothing.
+    """
     whole, width = view.numpy(field), view.numpy(field).shape[1]
     for shift in SHIFTS:
         source = cells.column + shift
@@ -52,7 +55,7 @@ def _shift_repairs(view: BatchView, cells: SharedCells, field: str, noise: Noise
         values = values.astype(np.float64)
         wrong = len(spreads(cells, values, noise)[2])
         wrong += int((prefix_sums(cells, values) > largest_sum(noise)).sum())
-        if inside.any() and not wrong:
+        if (inside & bad[cells.row, cells.column]).any() and not wrong:
             return f"nothing wrong after a shift by {-shift:+d}"
     return ""
 
@@ -75,7 +78,7 @@ def _found(
     Rows of one batch that were sampled with different weights contradict each other, too; unless
     that is excluded, what the rollout says is not held against it.
     """
-    repair = _shift_repairs(view, cells, field, noise)
+    repair = _shift_repairs(view, cells, field, noise, bad)
     if repair:
         evidence["shift"] = repair
     mixed = field == "rollout_log_probs" and ctx.settings.on_policy is None and not repair

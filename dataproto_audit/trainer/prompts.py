@@ -1,6 +1,6 @@
 """Batches of prompts: tokenised, limited in length, shuffled, the same ones for the same step.
 
-A batch is a DataProto with a dummy tensor (a batch needs rows) and the object arrays
+A batch is a DataProto without tensors; its rows are the object arrays
 ``raw_prompt``, ``prompt_ids`` (lists of token ids), ``data_source``, ``reward_model``,
 ``extra_info`` and ``index``. ``uid`` is not drawn here: that is a step of the loop.
 """
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from dataproto_audit.codes import UsageError
@@ -219,9 +218,8 @@ def to_batch(prompts: Sequence[Prompt]) -> DataProto:
         "extra_info": [prompt.row.extra_info for prompt in prompts],
         "index": [prompt.index for prompt in prompts],
     }
-    return DataProto.from_dict(
-        tensors={"dummy_tensor": torch.zeros(len(prompts), 1, dtype=torch.uint8)},
-        non_tensors={name: object_array(values) for name, values in columns.items()},
+    return DataProto(
+        non_tensor_batch={name: object_array(values) for name, values in columns.items()}
     )
 
 

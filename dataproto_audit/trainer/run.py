@@ -294,6 +294,7 @@ def _summary(
         * config.data.train_batch_size
         * config.actor_rollout_ref.rollout.n
         / max(spent, 1e-9),
+        "undeclared_fields": sorted(auditor.undeclared),
         "stages": list(auditor.stages),
         "stage_wall_s": dict(loop.seconds),
         "every": every,

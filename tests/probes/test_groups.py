@@ -1,0 +1,151 @@
+"""Groups by uid (DPA401 to DPA403)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dataproto_audit.testing import faults
+from dataproto_audit.testing.healthy import Boundary, Options
+
+from ._corrupt import Case, Truth, audit, check_case, each, own, own_array, where
+
+LAST = Options().prompt_width - 1
+
+
+def uid_twice(b: Boundary) -> Truth:
+    uids = own_array(b, "uid")
+    uids[2] = uids[0]
+    return Truth("uid", (0, 2))
+
+
+def one_uid_of_its_own(b: Boundary) -> Truth:
+    own_array(b, "uid")[5] = "another"
+    return Truth("uid", (4, 5, 6, 7))
+
+
+def uid_after_repeat(b: Boundary) -> Truth:
+    uids = own_array(b, "uid")
+    uids[:] = [f"row-{row}" for row in range(len(uids))]
+    return Truth("uid", tuple(range(len(uids))))
+
+
+def swapped_uids(b: Boundary) -> Truth:
+    uids = own_array(b, "uid")
+    uids[[1, 5]] = uids[[5, 1]]
+    prompts = b.batch.batch["prompts"]
+    bad = torch.zeros(prompts.shape, dtype=torch.bool)
+    # The first row of each uid is the measure: rows 0 and 1.
+    for row, first in ((5, 0), (4, 1), (6, 1), (7, 1)):
+        bad[row] = prompts[row] != prompts[first]
+    return where("prompts", bad)
+
+
+def one_prompt_id(b: Boundary) -> Truth:
+    for name in ("prompts", "input_ids"):
+        own(b, name)[1, LAST] += 1
+    return Truth("prompts", (1,), {1: (LAST,)})
+
+
+def whole_group_has_another_prompt(b: Boundary) -> Truth:
+    for name in ("prompts", "input_ids"):
+        own(b, name)[4:8, LAST] += 1
+    return Truth("prompts", (4, 5, 6, 7), dict.fromkeys((4, 5, 6, 7), (LAST,)))
+
+
+def tiled(b: Boundary) -> Truth:
+    before = b.batch.non_tensor_batch["uid"].copy()
+    faults.FAULTS["tiled_groups"].apply(b.batch)
+    prompts, uids = b.batch.batch["prompts"].numpy(), b.batch.non_tensor_batch["uid"].tolist()
+    assert (before != uids).any()
+    first = np.array([uids.index(uid) for uid in uids])
+    return where("prompts", prompts != prompts[first])
+
+
+CASES = [
+    Case("uid_per_prompt", "DPA403", "prompts", uid_twice, "uid_reused", "4 distinct uids"),
+    Case("group_size", "DPA401", "union", one_uid_of_its_own, "split_group", "4 rows per uid",
+         also=("DPA404",)),
+    Case("group_size", "DPA401", "union", uid_after_repeat, "uid_after_repeat", "16 groups of 1",
+         also=("DPA404",)),
+    Case("group_prompt", "DPA402", "union", swapped_uids, "tiled_groups",
+         "another prompt in 4 of 16 rows", also=("DPA404",)),
+    Case("group_prompt", "DPA402", "union", tiled, "tiled_groups", "groups: 4", also=("DPA404",)),
+    Case("group_prompt", "DPA402", "rollout", one_prompt_id, "tiled_groups",
+         "another prompt in 1 of 16 rows", at="union"),
+    Case("group_prompt", "DPA402", "rollout", whole_group_has_another_prompt, "tiled_groups",
+         "another prompt in 4 of 16 rows", at="union"),
+]  # fmt: skip
+
+
+@each(CASES)
+def test_it_is_found_where_it_is(case: Case) -> None:
+    check_case(case)
+
+
+def test_prompts_with_the_same_text_are_groups_of_their_own() -> None:
+    assert not audit(Options(duplicate_prompts=True), until="balance").bad()
+
+
+def test_a_variable_group_size_is_left_unset() -> None:
+    ran = audit(until="union", settings={"n": None})
+    outcome = ran.outcome("group_size", "union")
+    assert (outcome.kind, outcome.reason) == ("not_checkable", "setting unknown: n")
+
+
+def test_truncated_prompts_are_not_compared_with_their_ids() -> None:
+    def longer(b: Boundary) -> Truth:
+        lists = own_array(b, "prompt_ids")
+        for row in range(4):
+            lists[row] = [9] * (LAST + 3)
+        return Truth("")
+
+    ran = audit(change={"union": longer}, until="union")
+    assert ran.outcome("group_prompt", "union").kind == "passed"
+
+
+def test_a_row_with_ids_of_its_own_is_compared_with_them() -> None:
+    def other(b: Boundary) -> Truth:
+        lists = own_array(b, "prompt_ids")
+        lists[6] = [*lists[6][:-1], 3]
+        return Truth("")
+
+    ran = audit(change={"union": other}, until="union")
+    [finding] = ran.findings("group_prompt", "union")
+    assert finding.columns == {6: (LAST,)}
+
+
+def test_attention_that_starts_elsewhere_is_another_prompt() -> None:
+    def first_token_off(b: Boundary) -> Truth:
+        own(b, "attention_mask")[12:16, 0] = 0
+        return Truth("")
+
+    ran = audit(change={"rollout": first_token_off}, until="union")
+    [finding] = ran.findings("group_prompt", "union")
+    assert finding.columns == dict.fromkeys((12, 13, 14, 15), (0,))
+
+
+def test_prompt_ids_that_are_no_ids() -> None:
+    def words(b: Boundary) -> Truth:
+        own_array(b, "prompt_ids")[3] = ["a", "b"]
+        return Truth("")
+
+    outcome = audit(change={"union": words}, until="union").outcome("group_prompt", "union")
+    assert outcome.kind == "not_checkable"
+    assert outcome.reason == "prompt_ids holds other things than token ids"
+
+
+@pytest.mark.parametrize("make", [int, lambda row: (row, "a")])
+def test_uids_may_be_of_any_kind(make: Any) -> None:
+    def other_kind(b: Boundary) -> Truth:
+        uids = np.empty(len(b.batch), object)
+        uids[:] = [make(row) for row in range(len(uids))]
+        b.batch.non_tensor_batch["uid"] = uids
+        return Truth("")
+
+    ran = audit(change={"prompts": other_kind}, until="balance")
+    assert ran.outcome("uid_per_prompt", "prompts").kind == "passed"
+    assert ran.outcome("group_size", "union").kind == "passed"

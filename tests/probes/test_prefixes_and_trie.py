@@ -1,0 +1,255 @@
+"""Shared prefixes: what they are, and what they say about log-probs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataproto_audit.batch import BatchView
+from dataproto_audit.probes.context import Context, Settings
+from dataproto_audit.probes.noise import FP32, HALF_NOISE
+from dataproto_audit.probes.trie import (
+    contradictions,
+    largest_sum,
+    prefix_sums,
+    shared_cells,
+    spreads,
+)
+from dataproto_audit.testing.healthy import Boundary, Options
+
+from ._corrupt import (
+    Case,
+    Change,
+    Truth,
+    at,
+    audit,
+    check_case,
+    each,
+    loner,
+    own,
+    prompt_rows,
+    twins,
+)
+
+HOME = {
+    "rollout_log_probs": "rollout",
+    "old_log_probs": "old_log_prob",
+    "ref_log_prob": "ref_log_prob",
+}
+GAP = {"rollout_log_probs": (), "old_log_probs": ("DPA303",), "ref_log_prob": ("DPA305",)}
+
+
+def _one_of_twins(field: str) -> Change:
+    def change(b: Boundary) -> Truth:
+        rows = twins(b)
+        own(b, field)[rows[0], 0] -= 0.5
+        named = rows if len(rows) == 2 else rows[:1]  # of two rows either may be the wrong one
+        return at(field, *((row, 0) for row in named))
+
+    change.__name__ = f"{field}_of_one_twin"
+    return change
+
+
+def _too_likely(field: str) -> Change:
+    def change(b: Boundary) -> Truth:
+        row = loner(b)
+        own(b, field)[row, 0] = -1e-4
+        return at(field, *((other, 0) for other in prompt_rows(b, row)))
+
+    change.__name__ = f"{field}_too_likely"
+    return change
+
+
+CASES = [
+    *(
+        Case(f"{field}_same_prefix", "DPA306", stage, _one_of_twins(field), "row_permutation",
+             "one log-prob for one token after one prefix", also=GAP[field])
+        for field, stage in HOME.items()
+    ),
+    *(
+        Case(f"{field}_prefix_sum", "DPA307", stage, _too_likely(field), "positive_log_prob",
+             "probabilities of distinct next tokens sum to at most 1", also=GAP[field])
+        for field, stage in HOME.items()
+    ),
+]  # fmt: skip
+
+
+@each(CASES)
+def test_it_is_found_where_it_is(case: Case) -> None:
+    check_case(case)
+
+
+def test_of_three_twins_the_odd_one_is_named() -> None:
+    options = Options(prompts=1, n=8, vocab=4, truncated=0, one_token=0, seed=3, ranks=1)
+
+    def odd(b: Boundary) -> Truth:
+        rows = twins(b)
+        assert len(rows) > 2
+        own(b, "rollout_log_probs")[rows[1], 0] -= 0.2
+        return at("rollout_log_probs", (rows[1], 0))
+
+    ran = audit(options, {"rollout": odd}, until="rollout")
+    [finding] = ran.findings("rollout_log_probs_same_prefix", "rollout")
+    assert (finding.rows, finding.columns) == (ran.truths[0].rows, ran.truths[0].columns)
+
+
+def test_one_column_late_is_seen_without_a_second_log_prob() -> None:
+    """All distinct tokens after one prefix have one log-prob: that of the token before."""
+    options = Options(prompts=8, n=8, vocab=8, response_width=6, truncated=0, one_token=0)
+
+    def late(b: Boundary) -> Truth:
+        values = own(b, "rollout_log_probs")
+        values[:] = torch.roll(values, 1, dims=1)
+        values[:, 0] = -1.0
+        return Truth("rollout_log_probs")
+
+    ran = audit(options, {"rollout": late}, until="rollout")
+    codes = {f.code for f in ran.report("rollout")}
+    assert codes & {"DPA304", "DPA306", "DPA307"}
+    assert all(f.causes[0] == "shift" for f in ran.report("rollout")), list(map(str, ran.bad()))
+
+
+@pytest.mark.parametrize("probe", ["same_prefix", "prefix_sum"])
+def test_stale_rollouts_are_no_one_policy(probe: str) -> None:
+    ran = audit(until="old_log_prob", settings={"on_policy": False})
+    outcome = ran.outcome(f"rollout_log_probs_{probe}", "rollout")
+    assert (outcome.kind, outcome.reason) == (
+        "not_applicable", "rows may come from different weights",
+    )  # fmt: skip
+    assert ran.outcome(f"old_log_probs_{probe}", "old_log_prob").kind == "passed"
+
+
+def test_what_the_rollout_says_is_only_told_where_staleness_is_unknown() -> None:
+    change = {"rollout": _one_of_twins("rollout_log_probs")}
+    ran = audit(change=change, until="rollout", settings={"on_policy": None})
+    [finding] = ran.findings("rollout_log_probs_same_prefix", "rollout")
+    assert finding.severity == "info"
+    assert finding.hint == "tell whether all rows were sampled with the same weights"
+
+
+@pytest.mark.parametrize("probe", ["same_prefix", "prefix_sum"])
+def test_images_are_part_of_the_prefix(probe: str) -> None:
+    def with_images(b: Boundary) -> Truth:
+        images = np.empty(len(b.batch), object)
+        images[:] = [{"pixels": 1}] * len(images)
+        b.batch.non_tensor_batch["multi_modal_inputs"] = images
+        return Truth("")
+
+    ran = audit(change={"rollout": with_images}, until="rollout")
+    outcome = ran.outcome(f"rollout_log_probs_{probe}", "rollout")
+    assert (outcome.kind, outcome.reason) == ("not_applicable", "images are part of the prefix")
+
+
+@pytest.mark.parametrize("probe", ["same_prefix", "prefix_sum"])
+def test_without_shared_prefixes_nothing_can_be_said(probe: str) -> None:
+    ran = audit(Options(n=1, seed=2), until="rollout")
+    outcome = ran.outcome(f"rollout_log_probs_{probe}", "rollout")
+    assert (outcome.kind, outcome.reason) == ("not_checkable", "no two rows share a prefix")
+
+
+# -- the structure itself --------------------------------------------------------------------------
+
+
+def _view(prompts: Any, responses: Any, used: Any, mask: Any, values: Any = None) -> BatchView:
+    attention = np.concatenate([np.ones_like(prompts), used], 1)
+    fields = {"prompts": prompts, "responses": responses, "attention_mask": attention,
+              "response_mask": mask}  # fmt: skip
+    if values is not None:
+        fields["old_log_probs"] = values
+    return BatchView.of({name: torch.from_numpy(value) for name, value in fields.items()})
+
+
+def _context() -> Context:
+    return Context(1, "old_log_prob", "after", Settings())
+
+
+def _by_hand(prompts: Any, responses: Any, used: Any, mask: Any) -> dict[Any, set[Any]]:
+    """Cells by their (prefix, token), of the prefixes that two rows or more begin with."""
+    prefixes: dict[Any, list[Any]] = defaultdict(list)
+    for row in range(len(prompts)):
+        for column in range(int(used[row].sum()) + 1):
+            prefix = (tuple(prompts[row]), tuple(responses[row, :column]))
+            prefixes[prefix].append((row, column))
+    pairs: dict[Any, set[Any]] = defaultdict(set)
+    for prefix, cells in prefixes.items():
+        for row, column in cells:
+            if len(cells) > 1 and column < used[row].sum() and mask[row, column]:
+                pairs[prefix, int(responses[row, column])].add((row, column))
+    return pairs
+
+
+@given(seed=st.integers(0, 10_000), rows=st.integers(1, 9), width=st.integers(1, 6),
+       ids=st.integers(1, 3))  # fmt: skip
+def test_shared_cells_are_those_found_by_hand(seed: int, rows: int, width: int, ids: int) -> None:
+    random = np.random.default_rng(seed)
+    prompts = random.integers(1, 3, (rows, 2))
+    responses = random.integers(3, 3 + ids, (rows, width))
+    ends = random.integers(0, width + 1, rows)
+    used = (np.arange(width)[None] < ends[:, None]).astype(np.int64)
+    responses[used == 0] = 0
+    mask = used * (random.random((rows, width)) < 0.8)
+    cells = shared_cells(_view(prompts, responses, used, mask), _context())
+    pairs = _by_hand(prompts, responses, used, mask)
+    parts = np.split(np.arange(len(cells.row)), cells.start[1:]) if len(cells.start) else []
+    found = [{(int(cells.row[i]), int(cells.column[i])) for i in part} for part in parts]
+    assert sorted(map(sorted, found)) == sorted(map(sorted, pairs.values()))
+    prefix_of = {}
+    for (prefix, _), group in pairs.items():
+        for cell in group:
+            prefix_of[cell] = prefix
+    for i, j in zip(range(len(cells.row)), range(1, len(cells.row)), strict=False):
+        left, right = ((int(cells.row[k]), int(cells.column[k])) for k in (i, j))
+        assert (cells.prefix[i] == cells.prefix[j]) == (prefix_of[left] == prefix_of[right])
+
+
+def test_prefixes_longer_than_one_chunk() -> None:
+    responses = np.full((3, 200), 7)
+    responses[1, 150] = 8
+    responses[2, 0] = 9
+    ones = np.ones_like(responses)
+    cells = shared_cells(_view(np.full((3, 2), 1), responses, ones, ones), _context())
+    deep = cells.column[cells.row == 1]
+    assert deep.max() == 150
+    assert sorted(cells.column[cells.row == 2].tolist()) == [0]
+
+
+def test_the_structure_is_kept_until_a_tensor_is_written() -> None:
+    ones = np.ones((2, 3), np.int64)
+    view, context = _view(ones, ones.copy(), ones.copy(), ones.copy()), _context()
+    first = shared_cells(view, context)
+    assert shared_cells(view, context) is first
+    view.tensors["responses"][1, 0] = 5
+    again = BatchView.of(view.tensors)
+    assert shared_cells(again, context) is not first
+    assert len(shared_cells(again, context).start) == 2
+
+
+def test_sums_and_spreads_of_a_small_batch() -> None:
+    prompts, responses = np.full((3, 1), 1), np.array([[5], [5], [6]])
+    ones = np.ones((3, 1), np.int64)
+    logs = np.log(np.array([[0.6], [0.5], [0.5]]))
+    view = _view(prompts, responses, ones, ones, logs)
+    cells = shared_cells(view, _context())
+    values = logs[cells.row, cells.column]
+    spread, _, wrong = spreads(cells, values, FP32)
+    assert wrong.tolist() == [0]
+    assert spread[0] == pytest.approx(np.log(0.6 / 0.5))
+    total = prefix_sums(cells, values)
+    assert total.max() == pytest.approx(1.1)
+    assert largest_sum(FP32) < 1.1 < largest_sum(HALF_NOISE)
+    assert contradictions(view, _context(), "old_log_probs", FP32) == 2
+    assert contradictions(view, _context(), "old_log_probs", HALF_NOISE) == 0
+
+
+def test_contradictions_need_all_fields_and_a_shared_prefix() -> None:
+    one = np.ones((1, 2), np.int64)
+    view = _view(one, one, one, one, np.zeros((1, 2)))
+    assert contradictions(view, _context(), "old_log_probs", FP32) is None
+    del view.tensors["prompts"]
+    assert contradictions(view, _context(), "old_log_probs", FP32) is None

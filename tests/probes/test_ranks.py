@@ -1,0 +1,140 @@
+"""How the rows were spread over ranks and micro-batches (DPA7xx)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dataproto_audit.testing.healthy import Boundary, Options
+
+from ._corrupt import Case, Truth, audit, check_case, each
+
+STAGES = ("old_log_prob", "ref_log_prob", "update_actor")
+THREE = Options(prompts=6, ranks=3)
+
+
+def rows_lost(b: Boundary) -> Truth:
+    rank = b.evidence["ranks"][1]
+    rank["rows"] -= 1
+    rank["indices"] = [list(range(rank["rows"]))]
+    return Truth("ranks")
+
+
+def uneven_tokens(b: Boundary) -> Truth:
+    b.evidence["ranks"][0]["tokens"] *= 3
+    return Truth("ranks")
+
+
+def row_twice(b: Boundary) -> Truth:
+    """Rank 1 runs its row 2 twice and its row 5 not at all; ranks hold 8 rows."""
+    rank = b.evidence["ranks"][1]
+    rank["indices"] = [[2 if row == 5 else row for row in part] for part in rank["indices"]]
+    return Truth("ranks", (8 + 2, 8 + 5))
+
+
+def micro_batch_lost(b: Boundary) -> Truth:
+    rank = b.evidence["ranks"][0]
+    lost = rank["indices"].pop()
+    return Truth("ranks", tuple(sorted(lost)))
+
+
+def row_of_another_rank(b: Boundary) -> Truth:
+    rank = b.evidence["ranks"][0]
+    rank["indices"] = [[8 if row == 7 else row for row in part] for part in rank["indices"]]
+    return Truth("ranks", (7,))
+
+
+def too_many_tokens(b: Boundary) -> Truth:
+    rank = b.evidence["ranks"][1]
+    rank["token_limit"] = rank["peak_token_sum"] - 1
+    return Truth("ranks")
+
+
+def one_more_micro_batch(b: Boundary) -> Truth:
+    b.evidence["ranks"][0]["micro_batches"].append(0)
+    return Truth("ranks")
+
+
+CASES = [
+    case
+    for stage in STAGES
+    for case in (
+        Case("rank_rows", "DPA701", stage, rows_lost, "rows_lost", "[8, 7]"),
+        Case("rank_tokens", "DPA702", stage, uneven_tokens, "unbalanced_ranks",
+             "within a factor of 2", severity="info"),
+        Case("micro_batch_partition", "DPA703", stage, row_twice, "lost_micro_batch",
+             "1 rows too rarely, 1 too often, 0 are none"),
+        Case("token_limit", "DPA704", stage, too_many_tokens, "token_limit_exceeded",
+             "on rank 1"),
+        Case("micro_batch_counts", "DPA705", stage, one_more_micro_batch,
+             "unequal_micro_batches", "micro-batches per rank [4, 3]"),
+    )
+] + [
+    Case("micro_batch_partition", "DPA703", "old_log_prob", micro_batch_lost, "lost_micro_batch",
+         "0 too often"),
+    Case("micro_batch_partition", "DPA703", "old_log_prob", row_of_another_rank,
+         "lost_micro_batch", "1 are none"),
+]  # fmt: skip
+
+
+@each(CASES)
+def test_it_is_found_where_it_is(case: Case) -> None:
+    check_case(case)
+
+
+def _change(work: Any) -> Any:
+    def change(b: Boundary) -> Truth:
+        for rank in b.evidence["ranks"]:
+            work(rank)
+        return Truth("")
+
+    return change
+
+
+def test_ranks_that_together_hold_too_few_rows() -> None:
+    change = _change(lambda rank: rank.update(rows=4, indices=[[0, 1, 2, 3]]))
+    ran = audit(change={"old_log_prob": change}, until="old_log_prob")
+    [finding] = ran.findings("rank_rows", "old_log_prob")
+    assert finding.expected == "8 rows on each of 2 ranks"
+
+
+def test_every_epoch_holds_every_row() -> None:
+    change = _change(lambda rank: rank.update(indices=rank["indices"] * 2))
+    ran = audit(change={"update_actor": change}, until="update_actor")
+    assert ran.outcome("micro_batch_partition", "update_actor").kind == "passed"
+
+
+def test_rows_of_a_micro_batch_that_nobody_noted() -> None:
+    change = _change(lambda rank: rank.pop("indices"))
+    outcome = audit(change={"old_log_prob": change}, until="old_log_prob").outcome(
+        "micro_batch_partition", "old_log_prob"
+    )
+    assert (outcome.kind, outcome.reason) == (
+        "not_checkable", "not recorded: indices of micro-batches",
+    )  # fmt: skip
+
+
+def test_micro_batches_that_are_cut_by_rows() -> None:
+    change = _change(lambda rank: rank.update(token_limit=None))
+    outcome = audit(change={"old_log_prob": change}, until="old_log_prob").outcome(
+        "token_limit", "old_log_prob"
+    )
+    assert (outcome.kind, outcome.reason) == (
+        "not_applicable", "micro-batches are cut by rows, not by tokens",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_three_ranks_are_fine(stage: str) -> None:
+    ran = audit(THREE, until=stage)
+    assert ran.outcome("micro_batch_partition", stage).kind == "passed"
+    assert not ran.bad()
+
+
+def test_the_balance_is_measured() -> None:
+    ran = audit(until="old_log_prob")
+    ran.auditor.end_step()
+    history = ran.auditor.history
+    low, high = (history[f"global_seqlen/balanced_{side}"][0] for side in ("min", "max"))
+    assert 0 < low <= high < 2 * low

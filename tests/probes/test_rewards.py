@@ -1,0 +1,145 @@
+"""Where the reward sits and what it sums to (DPA405 to DPA407)."""
+
+from __future__ import annotations
+
+import torch
+
+from dataproto_audit.testing import faults
+from dataproto_audit.testing.healthy import Boundary, Options
+
+from ._corrupt import (
+    Case,
+    Truth,
+    at,
+    audit,
+    check_case,
+    each,
+    lengths,
+    own,
+    own_array,
+    row_of,
+)
+
+SCORES = "token_level_scores"
+ALL_SCORED = Options(equal_groups=True)
+
+
+def one_token_early(b: Boundary) -> Truth:
+    row = row_of(b, 3)
+    scores = own(b, SCORES)
+    scores[row] = torch.tensor([0.0, 1.0, 0.0, 0.0])
+    return at(SCORES, (row, 1))
+
+
+def on_padding(b: Boundary) -> Truth:
+    truth = faults.FAULTS["reward_on_pad"].apply(b.batch)
+    return Truth(truth.field, truth.rows, truth.columns)
+
+
+def doubled(b: Boundary) -> Truth:
+    row = row_of(b, 3)
+    own(b, SCORES)[row, 2] *= 2
+    return Truth(SCORES, (row,))
+
+
+def lost(b: Boundary) -> Truth:
+    row = row_of(b, 4, 2)
+    own(b, SCORES)[row] = 0
+    return Truth(SCORES, (row,))
+
+
+def rows_moved(b: Boundary) -> Truth:
+    scalar = own_array(b, "score")
+    ends, scores = lengths(b), own(b, SCORES)
+    scalar[0], scalar[1] = 0.25, 0.5
+    scores[0, ends[0] - 1], scores[1, ends[1] - 1] = 0.5, 0.25
+    return Truth(SCORES, (0, 1))
+
+
+def not_a_number(b: Boundary) -> Truth:
+    row = row_of(b, 4)
+    own(b, SCORES)[row, 3] = float("nan")
+    own_array(b, "score")[row] = float("nan")
+    return at(SCORES, (row, 3))
+
+
+def infinite(b: Boundary) -> Truth:
+    row = row_of(b, 2)
+    own(b, SCORES)[row, 1] = float("inf")
+    return at(SCORES, (row, 1))
+
+
+def _case(probe: str, code: str, change, cause: str, says: str, *also: str) -> Case:  # type: ignore[no-untyped-def]
+    return Case(probe, code, "reward", change, cause, says, also=also, options=ALL_SCORED)
+
+
+CASES = [
+    _case("reward_placement", "DPA405", one_token_early, "reward_shifted", "offset: -1"),
+    _case("reward_placement", "DPA405", on_padding, "reward_on_padding", "at column 3"),
+    _case("reward_sum", "DPA406", doubled, "reward_lost", "sums to 1"),
+    _case("reward_sum", "DPA406", lost, "reward_lost", "actual    0"),
+    _case("reward_sum", "DPA406", rows_moved, "reward_rows_shifted", "row 0 sums to 0.25"),
+    _case("reward_finite", "DPA407", not_a_number, "non_finite", "NaN or infinity"),
+    _case("reward_finite", "DPA407", infinite, "non_finite", "finite scores", "DPA406"),
+    Case("reward_finite", "DPA407", "validation", not_a_number, "non_finite", "after validation",
+         options=ALL_SCORED),
+]  # fmt: skip
+
+
+@each(CASES)
+def test_it_is_found_where_it_is(case: Case) -> None:
+    check_case(case)
+
+
+def test_a_process_reward_that_was_announced_is_not_judged() -> None:
+    def announced(b: Boundary) -> Truth:
+        b.evidence["process_reward"] = True  # type: ignore[index]
+        return one_token_early(b)
+
+    outcome = audit(change={"reward": announced}, until="reward").outcome(
+        "reward_placement", "reward"
+    )
+    assert (outcome.kind, outcome.reason) == ("not_applicable", "process reward")
+
+
+def test_a_process_reward_shows_itself() -> None:
+    def everywhere(b: Boundary) -> Truth:
+        own(b, SCORES)[:] = 0.5 * (b.batch.batch["response_mask"] != 0)
+        own_array(b, "score")[:] = [0.5 * length for length in lengths(b)]
+        return Truth(SCORES)
+
+    ran = audit(change={"reward": everywhere}, until="reward")
+    outcome = ran.outcome("reward_placement", "reward")
+    assert outcome.kind == "not_applicable"
+    assert outcome.reason == "process reward: most rows have scores on several tokens"
+    assert not ran.bad()
+
+
+def test_scores_that_are_no_numbers() -> None:
+    def words(b: Boundary) -> Truth:
+        own_array(b, "score")[1] = "good"
+        return Truth("score")
+
+    outcome = audit(change={"reward": words}, until="reward").outcome("reward_sum", "reward")
+    assert outcome.kind == "not_checkable"
+    assert outcome.reason == "score holds other things than numbers"
+
+
+def test_without_scalar_scores_there_is_no_sum_to_compare() -> None:
+    def dropped(b: Boundary) -> Truth:
+        del b.batch.non_tensor_batch["score"]
+        return Truth("score")
+
+    ran = audit(change={"reward": dropped}, until="reward")
+    outcome = ran.outcome("reward_sum", "reward")
+    assert (outcome.kind, outcome.reason) == ("not_checkable", "field not in the batch: score")
+    assert not ran.bad()
+
+
+def test_rounding_to_float32_is_fine() -> None:
+    def odd(b: Boundary) -> Truth:
+        own_array(b, "score")[0] = 0.1
+        own(b, SCORES)[0, lengths(b)[0] - 1] = 0.1
+        return Truth(SCORES)
+
+    assert not audit(change={"reward": odd}, until="reward").bad()
