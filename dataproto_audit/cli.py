@@ -25,23 +25,19 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+INTERRUPTED = 130
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 
 
 def main() -> None:
     """Entry point of ``dataproto-audit`` and ``dpa``: runs a command, prints errors as text."""
     try:
-        app(standalone_mode=False)
+        code = app(standalone_mode=False)
     except CodedError as error:
         _say(str(error))
         sys.exit(error.exit_code)
-    except typer.Exit as error:
-        sys.exit(error.exit_code)
-    except typer.Abort:
-        sys.exit(130)
-    except KeyboardInterrupt:
-        _say("interrupted")
-        sys.exit(130)
+    except (typer.Abort, KeyboardInterrupt):
+        code = INTERRUPTED
     except BrokenPipeError:
         sys.exit(0)
     except Exception as error:  # noqa: BLE001 - the last stop: reported, exit code 4
@@ -56,6 +52,10 @@ def main() -> None:
         )
         _say(str(fault))
         sys.exit(fault.exit_code)
+    if code:  # what a command raised as typer.Exit, and 130 for Ctrl-C
+        if code == INTERRUPTED:
+            _say("interrupted")
+        sys.exit(code)
 
 
 def _say(text: str) -> None:

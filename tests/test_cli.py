@@ -130,3 +130,17 @@ def test_each_fault_becomes_a_callback_that_acts_at_its_step_only(name):
     if callbacks.before_sync:
         sent = [callbacks.before_sync[0](step, f"weights {step}") for step in (1, 2, 3, 4)]
         assert sent == ["weights 1", "weights 2", "weights 2", "weights 4"]
+
+
+@pytest.mark.parametrize(("returned", "said"), [(1, ""), (130, "interrupted")])
+def test_what_a_command_returns_is_the_exit_code(call, monkeypatch, returned, said):
+    monkeypatch.setattr(cli, "app", lambda standalone_mode: returned)
+    assert call("report", "x", check=returned).stderr.strip() == said
+
+
+def test_ctrl_c_is_130(call, monkeypatch):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dataproto_audit.render.explain.explanation", interrupted)
+    assert call("explain", "DPA101", check=130).stderr.strip() == "interrupted"

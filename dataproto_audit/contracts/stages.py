@@ -179,6 +179,6 @@ class Validation(Stage):
 
     name = "validation"
     adds = (*TOKENS, "response_mask", "token_level_scores")
-    may_add = ("uid", "rollout_log_probs", "finish_reason", "sampling", "rm_scores", "score",
-               *PROMPT_SIDE[1:])  # fmt: skip
+    may_add = ("rollout_log_probs", "finish_reason", "sampling", "rm_scores", "score", *PROMPT_SIDE)
     fresh = True
+    own_input = True

@@ -74,7 +74,7 @@ def run(config: DictConfig, *, callbacks: Callbacks | None = None) -> Result:
     callbacks = callbacks or Callbacks()
     began = time.monotonic()
     run_dir, checkpoint = _where(config)
-    with ExitStack() as stack, _termination_interrupts():
+    with ExitStack() as stack:
         folder = stack.enter_context(
             RunFolder.create(
                 run_dir,
@@ -93,6 +93,7 @@ def run(config: DictConfig, *, callbacks: Callbacks | None = None) -> Result:
             tables=folder.tables,
         )
         stack.enter_context(cluster(object_store_bytes=int(config.trainer.ray_object_store_bytes)))
+        stack.enter_context(_termination_interrupts())  # after Ray, which sets a handler of its own
         workers, rollout = _start(config, inputs, stack, progress, checkpoint)
         meter = CpuMeter()
         loop = _loop(config, inputs, workers, rollout, auditor, callbacks, progress, meter, folder)
