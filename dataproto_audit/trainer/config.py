@@ -270,6 +270,8 @@ def load_config(name_or_path: str, overrides: Sequence[str] = ()) -> DictConfig:
             key = getattr(error, "full_key", None) or origin
             text = str(getattr(error, "msg", None) or error).splitlines()[0]
             raise UsageError("DPA851", f"{origin}: {key}: {text}.", "Correct the value.") from error
+    if merged.audit.level == "False":  # YAML reads a bare `off` as a boolean
+        merged.audit.level = "off"
     missing = sorted(OmegaConf.missing_keys(merged))
     if missing:
         raise UsageError("DPA851", f"{name_or_path} does not set {', '.join(missing)}.", "Set it.")

@@ -93,9 +93,9 @@ def test_rows_named_in_a_finding_are_flagged_with_all_their_tokens(tmp_path: Pat
 
 def test_a_batch_whose_masks_are_broken_still_leaves_its_outcomes(tmp_path: Path) -> None:
     def change(b: Any) -> None:
-        if b.batch.batch is not None and "response_mask" in b.batch.batch.keys():  # noqa: SIM118
-            if b.when == "after":
-                b.batch.batch["response_mask"] = b.batch.batch["response_mask"].float()
+        fields = b.batch.batch
+        if b.when == "after" and fields is not None and b.stage != "prompts":
+            fields["response_mask"] = fields["response_mask"].float()
 
     run, auditor = recorded_only_until_reward(tmp_path, change)
     assert len(run.table("rows")) == 0

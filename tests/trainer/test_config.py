@@ -98,3 +98,11 @@ def test_every_section_has_a_docstring():
             kind = OmegaConf.get_type(node, name) if not OmegaConf.is_missing(node, name) else None
             if kind is not None and kind.__module__.endswith("trainer.config"):
                 sections.append(kind)
+
+
+@pytest.mark.parametrize("level", ["off", "shape", "full"])
+def test_every_audit_level_can_be_given_on_the_command_line(level, tmp_path):
+    assert load_config("quickstart", [f"audit.level={level}"]).audit.level == level
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"trainer: {{total_training_steps: 3}}\naudit: {{level: {level}}}\n")
+    assert load_config(str(file)).audit.level == level

@@ -55,17 +55,18 @@ def takes_logits_to_keep(model: nn.Module) -> bool:
 def response_logits(model: nn.Module, micro: MicroBatch, *, keep: bool) -> Tensor:
     """Logits [rows, response, vocabulary] that score ``micro.responses_BR``.
 
-    The logits at position s predict token s + 1, so these are the last R + 1 positions but one.
+    The logits at position s predict token s + 1: the model sees all tokens but the last, which
+    predicts nothing, and the last R positions of what it saw are kept.
     """
-    options: dict[str, Any] = {"logits_to_keep": micro.response_width + 1} if keep else {}
+    options: dict[str, Any] = {"logits_to_keep": micro.response_width} if keep else {}
     logits: Tensor = model(
-        input_ids=micro.input_ids_BT,
-        attention_mask=micro.attention_mask_BT,
-        position_ids=micro.position_ids_BT,
+        input_ids=micro.input_ids_BT[:, :-1],
+        attention_mask=micro.attention_mask_BT[:, :-1],
+        position_ids=micro.position_ids_BT[:, :-1],
         use_cache=False,
         **options,
     ).logits
-    return logits[:, -micro.response_width - 1 : -1]
+    return logits[:, -micro.response_width :]
 
 
 def token_outputs(

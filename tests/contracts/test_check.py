@@ -1,0 +1,206 @@
+"""Declared kinds and sizes, of padded and of jagged batches."""
+
+import numpy as np
+import pytest
+import torch
+
+from dataproto_audit.batch import BatchView
+from dataproto_audit.contracts.check import (
+    check_stage,
+    describe,
+    missing_fields,
+    unchecked,
+    undeclared,
+    wrong_fields,
+)
+from dataproto_audit.contracts.dims import EXPAND_N, PERMUTE, SAME, Rows, expected_rows
+from dataproto_audit.contracts.fields import FIELDS, declare
+from dataproto_audit.contracts.stages import STAGES, Stage
+
+B, P, R = 4, 3, 5
+
+
+def batch(**other):
+    tensors = {
+        "prompts": torch.ones(B, P, dtype=torch.int64),
+        "responses": torch.ones(B, R, dtype=torch.int64),
+        "input_ids": torch.ones(B, P + R, dtype=torch.int64),
+        "attention_mask": torch.ones(B, P + R, dtype=torch.int64),
+        "position_ids": torch.ones(B, P + R, dtype=torch.int64),
+        "response_mask": torch.ones(B, R, dtype=torch.int64),
+        "old_log_probs": torch.zeros(B, R),
+    }
+    tensors |= other
+    return BatchView.of({"batch": {n: t for n, t in tensors.items() if t is not None}})
+
+
+def jagged(lengths, width=None, dtype=torch.int64):
+    rows = [torch.ones(n, *(() if width is None else (width,)), dtype=dtype) for n in lengths]
+    return torch.nested.nested_tensor(rows, layout=torch.jagged)
+
+
+def test_a_batch_as_declared():
+    assert wrong_fields(batch()) == []
+    assert wrong_fields(batch()) == []  # by its signature this time
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.uint8, torch.bool])
+def test_masks_may_be_any_integer_or_bool(kind):
+    assert wrong_fields(batch(response_mask=torch.ones(B, R, dtype=kind))) == []
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn]
+)
+def test_log_probs_may_be_any_float(kind):
+    assert wrong_fields(batch(old_log_probs=torch.zeros(B, R).to(kind))) == []
+
+
+def test_positions_may_have_several_axes():
+    assert wrong_fields(batch(position_ids=torch.ones(B, 4, P + R, dtype=torch.int64))) == []
+    [found] = wrong_fields(batch(position_ids=torch.ones(B, 4, P, dtype=torch.int64)))
+    assert (found.code, found.field) == ("DPA103", "position_ids")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "code", "expected", "actual"),
+    [
+        ("response_mask", torch.ones(B, R), "DPA102", "integer or bool[rows=4,response=5]",
+         "f32[4,5]"),
+        ("responses", torch.ones(B, R + 1, dtype=torch.int64), "DPA103",
+         "integer[rows=4,response=5]", "i64[4,6]"),
+        ("prompts", torch.ones(B, P + 2, dtype=torch.int64), "DPA103",
+         "integer[rows=4,prompt=3]", "i64[4,5]"),
+        ("old_log_probs", torch.zeros(B), "DPA103", "float[rows=4,response=5]", "f32[4]"),
+        ("old_log_probs", torch.zeros(()), "DPA103", "float[rows=4,response=5]", "f32[]"),
+        ("old_log_probs", torch.zeros(B, R, 1), "DPA103", "float[rows=4,response=5]",
+         "f32[4,5,1]"),
+    ],
+)  # fmt: skip
+def test_one_wrong_field_is_the_one_that_is_named(name, value, code, expected, actual):
+    [found] = wrong_fields(batch(**{name: value}))
+    assert (found.code, found.field) == (code, name)
+    assert (found.expected, found.actual) == (expected, actual)
+
+
+def test_known_factors_explain_a_size():
+    [found] = wrong_fields(batch(old_log_probs=torch.zeros(2 * B, R)), factors={"dp": 2})
+    assert "dp=2" in str(found.evidence["factor"])
+    assert found.causes == ("not_repeated",)
+    [found] = wrong_fields(batch(old_log_probs=torch.zeros(B - 1, R)), factors={"dp": 2})
+    assert found.causes == ("rows_lost",)
+
+
+def test_arrays_have_one_entry_a_row_and_are_no_tensors():
+    view = batch()
+    view.arrays["uid"] = np.array(["a"] * (B - 1), object)
+    view.arrays["values"] = np.array([0.0] * B, object)
+    assert [(v.code, v.field) for v in wrong_fields(view)] == [
+        ("DPA109", "uid"), ("DPA102", "values"),
+    ]  # fmt: skip
+
+
+def test_a_jagged_batch_compares_lengths():
+    own, other = [2, 3, 1, 3], [5, 1, 2, 4]
+    both = [a + b for a, b in zip(own, other, strict=True)]
+    fields = {
+        "prompts": jagged(own),
+        "responses": jagged(other),
+        "input_ids": jagged(both),
+        "position_ids": jagged(both),
+        "response_mask": jagged(other),
+        "attention_mask": None,
+        "old_log_probs": jagged(other, dtype=torch.float32),
+    }
+    assert wrong_fields(batch(**fields)) == []
+    assert missing_fields(STAGES["old_log_prob"], batch(**fields), when="before") == []
+    short = [5, 1, 3, 4]
+    [found] = wrong_fields(batch(**fields | {"old_log_probs": jagged(short, dtype=torch.float32)}))
+    assert (found.code, found.field) == ("DPA103", "old_log_probs")
+    assert "rows [2]" in found.actual
+    [found] = wrong_fields(batch(**fields | {"old_log_probs": jagged(own[:3])}))
+    assert found.actual == "3 rows"
+
+
+def test_a_jagged_field_among_padded_ones():
+    [found] = wrong_fields(batch(old_log_probs=jagged([5, 5, 5, 5], dtype=torch.float32)))
+    assert (found.field, found.expected) == ("old_log_probs", "padded rows, as responses has them")
+
+
+def test_an_axis_that_nobody_tells_is_not_checkable():
+    view = BatchView.of({"batch": {"attention_mask": torch.ones(2, 7, dtype=torch.int64)}})
+    assert wrong_fields(view) == []
+    assert unchecked(view) == {"attention_mask": "prompt"}
+    assert unchecked(batch()) == {}
+
+
+def test_fields_of_ones_own_with_an_axis_of_ones_own():
+    from jaxtyping import Float
+    from torch import Tensor
+
+    declare("route", Float[Tensor, "rows experts"], "rollout", "expert of each row")
+    try:
+        assert wrong_fields(batch(route=torch.zeros(B, 7))) == []
+        [found] = wrong_fields(batch(route=torch.zeros(B + 1, 7)))
+        assert found.expected == "float[rows=4,experts]"
+        [found] = wrong_fields(batch(route=torch.zeros(B, 7, dtype=torch.int64)))
+        assert found.code == "DPA102"
+        with pytest.raises(ValueError, match="declared already"):
+            declare("route", None, "rollout", "again")
+    finally:
+        del FIELDS["route"]
+
+
+def test_missing_and_undeclared_fields():
+    stage = STAGES["update_actor"]
+    assert [v.field for v in check_stage(stage, batch(), when="before")] == ["advantages"]
+    assert check_stage(stage, batch(), when="after") == []
+    assert undeclared(batch(mine=torch.zeros(B))) == ("mine",)
+
+
+def test_short_descriptions():
+    view = batch(old_log_probs=torch.zeros(B, R).bfloat16(), values=jagged([1, 2, 3, 1]))
+    view.arrays["uid"] = np.array(["a"] * B, object)
+    assert [describe(view, n) for n in ("old_log_probs", "values", "uid", "responses")] == [
+        "bf16[4,5]", "i64[4,(jagged)]", "object[4]", "i64[4,5]",
+    ]  # fmt: skip
+
+
+def test_row_relations():
+    assert [expected_rows(r, 6, {"n": 4}) for r in (SAME, PERMUTE, EXPAND_N)] == [6, 6, 24]
+    assert expected_rows(EXPAND_N, 6, {}) is None
+    assert expected_rows(Rows("drop"), 6, {"n": 4}) is None
+    assert [str(r) for r in (SAME, EXPAND_N)] == ["same", "expand x n"]
+
+
+def test_a_stage_of_ones_own_takes_a_few_lines():
+    class Filter(Stage):
+        """Rows whose group teaches nothing are dropped."""
+
+        name = "filter"
+        rows = Rows("drop")
+        reads = ("responses",)
+
+    try:
+        assert STAGES["filter"] is Filter
+        assert Filter.declared() == ("responses",)
+    finally:
+        del STAGES["filter"]
+
+
+@pytest.mark.parametrize("name", sorted(STAGES))
+def test_stages_name_declared_fields_only(name):
+    stage = STAGES[name]
+    assert set(stage.declared()) | set(stage.drops) <= set(FIELDS)
+    assert (stage.__doc__ or "").strip()
+    for fields in stage.if_configured.values():
+        assert set(fields) <= set(FIELDS)
+
+
+def test_every_field_has_a_producer_and_a_meaning():
+    for field in FIELDS.values():
+        assert field.producer in STAGES
+        assert field.meaning
+        assert field.number in ("integer", "float", "integer or bool", "object", "meta")
+        declared = STAGES[field.producer]
+        assert field.name in (*declared.adds, *declared.may_add) or field.name == "entropys"
