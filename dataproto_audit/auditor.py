@@ -140,7 +140,7 @@ class Auditor:
         report = Report()
         try:
             self._guarded("DPA903", "tables", report, self.recorder.write, self.step or 0,
-                          self._metrics, self._cache)  # fmt: skip
+                          self._metrics, self._cache, self._trail.keys)  # fmt: skip
         except RunError as error:  # the disk refuses: the writer keeps the step and tries again
             if "disk" not in self._off:
                 self._own_fault("DPA903", "disk", error, report)

@@ -192,7 +192,7 @@ _ENTRIES: tuple[tuple[str, str, str, tuple[str, ...], str], ...] = (
      "NaN and infinity spread to the whole loss.",
      ("non_finite", "precision"), "Look at the named rows' ids and the model's logits."),
     ("DPA302", "a log-prob is above zero",
-     "A log-probability is at most 0 (1e-6 allowed for rounding).",
+     "A log-probability is at most 0, but for rounding (1e-4 in float32, 0.1 in half precision).",
      ("positive_log_prob",), "Check for a missing log-softmax or a sign."),
     ("DPA303", "rollout and old log-probs disagree more than their noise model allows",
      "Same weights, temperature and precision must give the same log-probs.",

@@ -158,16 +158,17 @@ def test_warn_logs_and_goes_on(caplog):
     assert auditor.severities["fail"] >= 1
 
 
-def test_what_a_raised_finding_saw_is_in_the_tables(tmp_path):
-    options = Options(prompts=8)
+@pytest.mark.parametrize("name", [n for n in FAULTS if FAULTS[n].where == "after_stage"])
+def test_what_a_raised_finding_saw_is_in_the_tables(name, tmp_path):
+    options, fault = Options(prompts=24), FAULTS[name]
     with TableWriter(tmp_path / "tables") as tables:
         auditor = Auditor(options.settings(), tables=tables)
         auditor.begin_step(1)
 
         def step():
             for b in boundaries(options):
-                if (b.stage, b.when) == ("old_log_prob", "after"):
-                    FAULTS["log_prob_shift"].apply(b.batch)
+                if (b.stage, b.when) == (fault.stage, "after"):
+                    fault.apply(b.batch)
                 auditor.boundary(b.stage, b.batch, when=b.when, evidence=b.evidence)
 
         with pytest.raises(AuditError) as caught:
@@ -176,7 +177,7 @@ def test_what_a_raised_finding_saw_is_in_the_tables(tmp_path):
     finding = caught.value.findings[0]
     assert finding.code in set(run.table("findings").code)
     rows = run.table("rows")
-    assert set(rows[rows["flags"].str.contains("DPA304")].row) == set(finding.rows)
+    assert set(rows[rows["flags"].str.contains(finding.code)].row) == set(finding.rows)
     tokens = run.table("tokens")
     assert set(tokens[tokens.flag != ""].row) >= set(finding.rows)
 

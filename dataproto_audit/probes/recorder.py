@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from dataproto_audit.contracts.rows import RowState
 from dataproto_audit.contracts.stages import Stage
 from dataproto_audit.contracts.trail import Crossing
 from dataproto_audit.dump import record
@@ -85,8 +86,14 @@ class StepRecorder:
             block = self._blocks[mark] = tables.block("outcomes", columns)
         return block
 
-    def write(self, step: int, metrics: Mapping[str, float], cache: dict[Any, Any]) -> None:
-        """Write everything of ``step`` and begin anew."""
+    def write(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        cache: dict[Any, Any],
+        keys_of: Callable[[RowState], Sequence[str]] = RowState.keys,
+    ) -> None:
+        """Write everything of ``step`` and begin anew; ``keys_of`` names the rows of a state."""
         tables, last, broken = self.tables, self._last, self._broken
         flags, ranks = self._flags, self._ranks
         self._reset()
@@ -94,7 +101,7 @@ class StepRecorder:
             return
         tables.append("steps", {"metric": list(metrics), "value": list(metrics.values())})
         if last is not None and record.can_tell_rows(last.state.view, broken):
-            self._write_rows(tables, last, broken, flags, cache)
+            self._write_rows(tables, last, keys_of(last.state), broken, flags, cache)
         tables.append_rows("ranks", ranks)
         tables.append_rows("loss", record.loss_rows(cache.get("loss_table") or ()))
         tables.flush_step(step)
@@ -103,12 +110,12 @@ class StepRecorder:
         self,
         tables: TableWriter,
         last: Crossing,
+        keys: Sequence[str],
         broken: Mapping[str, str],
         flags: Mapping[str, set[str]],
         cache: dict[Any, Any],
     ) -> None:
         rows = record.RowReader(last.state.view, broken)
-        keys = last.state.keys()
         tables.append("rows", record.rows_columns(rows, keys, flags))
         if rows.has("uid"):
             context = Context(None, "", "after", Settings(), cache=cache)
