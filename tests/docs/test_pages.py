@@ -11,6 +11,8 @@ import torch
 from dataproto_audit.auditor import Auditor
 from dataproto_audit.contracts.fields import FIELDS
 from dataproto_audit.contracts.stages import STAGES
+from dataproto_audit.dump.run import open_run
+from dataproto_audit.dump.schema import TABLES
 from dataproto_audit.probes import PROBES, Settings
 from dataproto_audit.protocol import DataProto
 
@@ -72,3 +74,11 @@ def test_relative_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", text):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+
+
+def test_the_example_run_can_be_read():
+    run = open_run(ROOT / "reports" / "example")
+    assert [f.code for f in run.findings()] == ["DPA205"]
+    assert run.summary["stopped_by"]["stage"] == "rollout"
+    for name in TABLES:
+        assert len(run.table(name)), name
