@@ -210,7 +210,9 @@ class Auditor:
         if crossing is None:  # our own fault: what comes next has nothing to be compared with
             self._trail.lose()
         elif when == "after" and self.level == "full":
-            self._probes(stage, crossing.state.view, context, report, crossing, first=first)
+            self._guarded(
+                "DPA901", "probes", report, self._probes, stage, context, report, crossing, first
+            )
         keys = self._trail.keys(crossing.state) if crossing and report.findings else None
         report.findings[:] = [
             at_boundary(finding, step=self.step, when=when, row_keys=keys)
@@ -270,13 +272,12 @@ class Auditor:
     def _probes(
         self,
         stage: type[Stage],
-        view: BatchView,
         context: Context,
         report: Report,
         crossing: Crossing,
-        *,
         first: bool,
     ) -> None:
+        view = crossing.state.view
         for ran in run_probes(self._due(stage, view, context, crossing, first), view, context):
             name, code = ran.probe.name, ran.probe.code
             if ran.error is not None:

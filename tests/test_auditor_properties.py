@@ -312,6 +312,24 @@ def test_findings_beyond_the_limit_are_counted_all_the_same(monkeypatch: Any) ->
     assert MAX_FINDINGS >= 100
 
 
+@pytest.mark.parametrize(
+    ("part", "code"),
+    [("run_probes", "DPA901"), ("wrong_fields", "DPA902"), ("missing_fields", "DPA902")],
+)
+def test_a_fault_in_any_part_of_our_own_does_not_stop_training(
+    part: str, code: str, monkeypatch: Any
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("a fault")
+
+    monkeypatch.setattr(f"dataproto_audit.auditor.{part}", fails)
+    options = Options(prompts=2)
+    auditor = audited(options)
+    assert {f.code for f in auditor.findings} == {code}
+    assert len(auditor.findings) == len({f.check for f in auditor.findings})
+    assert auditor.boundaries == len(list(boundaries(options)))
+
+
 def test_unknown_fields_are_listed() -> None:
     def change(b: Boundary) -> DataProto:
         b.batch.non_tensor_batch["request_id"] = _objects([object() for _ in range(len(b.batch))])

@@ -122,19 +122,17 @@ class RowState:
         uids = self.objects.get("uid", uids)
         if uids is None or len(uids) != self.rows:
             uids = ["-"] * self.rows
-        names = [uid if isinstance(uid, str) else str(uid) for uid in uids]
+        marks, text = [0] * self.rows, ""
         parts = [self.hashes(n) for n in KEY_FIELDS if n in self.view.tensors and self.whole(n)]
         if parts:
-            text = sum(parts[1:], parts[0]).astype(">u8").tobytes().hex()
-            starts = range(0, len(text), 16)
-            names = [f"{u}/{text[at : at + 16]}" for u, at in zip(names, starts, strict=True)]
-        if len(set(names)) == len(names):
-            return tuple([f"{name}/0" for name in names])
-        seen: dict[str, int] = {}
+            total = sum(parts[1:], parts[0])
+            marks, text = total.tolist(), total.astype(">u8").tobytes().hex()
+        seen: dict[tuple[str, int], int] = {}
         keys = []
-        for name in names:
-            seen[name] = occurrence = seen.get(name, -1) + 1
-            keys.append(f"{name}/{occurrence}")
+        for at, row in enumerate(zip(map(str, uids), marks, strict=True)):
+            seen[row] = occurrence = seen.get(row, -1) + 1
+            mark = f"/{text[16 * at : 16 * at + 16]}" if parts else ""
+            keys.append(f"{row[0]}{mark}/{occurrence}")
         return tuple(keys)
 
 

@@ -80,7 +80,7 @@ class Trail:
     def keys(self, state: RowState) -> tuple[str, ...]:
         """Row keys; until the batch carries uids they follow from the prompts and the repeat."""
         uids = self.origin.objects.get("uid") if self.origin else None
-        if uids:
+        if uids and "uid" not in state.objects:
             copies = max(1, state.rows // len(uids))
             uids = [uid for uid in uids for _ in range(copies)]
         return state.keys(uids)
