@@ -14,8 +14,9 @@ from dataproto_audit.trainer.workers import cluster as module
 from dataproto_audit.trainer.workers.cluster import cluster
 
 DRIVER = """
-import os, sys, time
+import os, signal, sys, time
 import psutil, ray
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell leaves it ignored
 from dataproto_audit.trainer.workers.cluster import cluster
 with cluster(num_cpus=2):
     @ray.remote
