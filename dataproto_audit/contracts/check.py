@@ -18,6 +18,7 @@ from dataproto_audit.batch import BatchView
 from dataproto_audit.contracts.dims import factor_story
 from dataproto_audit.contracts.fields import FIELDS, Field
 from dataproto_audit.contracts.stages import Stage
+from dataproto_audit.dump.record import short_dtype
 
 
 @dataclass(frozen=True)
@@ -102,11 +103,7 @@ def describe(view: BatchView, name: str) -> str:
     if tensor is None:
         array = view.arrays[name]
         return f"{array.dtype}[{','.join(map(str, array.shape))}]"
-    kind = str(tensor.dtype).removeprefix("torch.")
-    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i")):
-        if kind.startswith(long):
-            kind = kind.replace(long, short, 1)
-            break
+    kind = short_dtype(view, name)
     if tensor.is_nested:
         return f"{kind}[{tensor.size(0)},(jagged)]"
     return f"{kind}[{','.join(str(size) for size in tensor.shape)}]"
