@@ -87,11 +87,14 @@ def train(
 ) -> None:
     """Run the audited loop: GRPO with every stage boundary checked and written down."""
     from dataproto_audit.trainer.config import load_config
-    from dataproto_audit.trainer.run import plan, run
+    from dataproto_audit.trainer.validate import validate
 
     listed = [*(overrides or ()), *(["trainer.overwrite=true"] if overwrite else [])]
     loaded = load_config(config, listed)
+    validate(loaded)
     if dry_run:
+        from dataproto_audit.trainer.run import plan
+
         planned = plan(loaded)
         if as_json:
             _print_json(planned)
@@ -100,8 +103,15 @@ def train(
 
             print_plan(planned)
         return
-    with redirect_stdout(sys.stderr):  # libraries print; stdout belongs to the JSON document
-        result = run(loaded, callbacks=_injected(loaded.audit.inject))
+    from dataproto_audit.trainer.workers.cluster import cluster_ahead, ray_options
+
+    with (
+        redirect_stdout(sys.stderr),  # libraries print; stdout belongs to the JSON document
+        cluster_ahead(**ray_options(loaded)) as ray_cluster,  # while the rest is imported
+    ):
+        from dataproto_audit.trainer.run import run
+
+        result = run(loaded, callbacks=_injected(loaded.audit.inject), ray_cluster=ray_cluster)
     if as_json:
         _print_json(result.summary)
     if result.stopped_by:

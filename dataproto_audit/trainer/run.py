@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from dataproto_audit.trainer.prompts import PromptData
 from dataproto_audit.trainer.rewards import Scorer, open_scorer
 from dataproto_audit.trainer.rollout.group import Rollout
 from dataproto_audit.trainer.validate import validate, world_size
-from dataproto_audit.trainer.workers.cluster import cluster
+from dataproto_audit.trainer.workers.cluster import cluster, ray_options
 from dataproto_audit.trainer.workers.group import WorkerGroup
 from dataproto_audit.trainer.workers.spec import worker_spec
 
@@ -62,8 +62,15 @@ class Result:
     stopped_by: AuditError | None = None
 
 
-def run(config: DictConfig, *, callbacks: Callbacks | None = None) -> Result:
+def run(
+    config: DictConfig,
+    *,
+    callbacks: Callbacks | None = None,
+    ray_cluster: AbstractContextManager[None] | None = None,
+) -> Result:
     """Train as configured; ``summary.json`` in the run folder holds the summary too.
+
+    ``ray_cluster`` is entered before anything is asked of Ray; by default Ray is started here.
 
     Raises:
         UsageError: the configuration cannot work; nothing was started.
@@ -92,7 +99,7 @@ def run(config: DictConfig, *, callbacks: Callbacks | None = None) -> Result:
             on_fail=config.audit.on_fail,
             tables=folder.tables,
         )
-        stack.enter_context(cluster(object_store_bytes=int(config.trainer.ray_object_store_bytes)))
+        stack.enter_context(ray_cluster or cluster(**ray_options(config)))
         stack.enter_context(_termination_interrupts())  # after Ray, which sets a handler of its own
         workers, rollout = _start(config, inputs, stack, progress, checkpoint)
         meter = CpuMeter()
