@@ -74,7 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--controls", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=90)
     parser.add_argument("--json", type=Path, help="write all summaries here")
     args = parser.parse_args()
     runs: list[dict[str, object]] = []

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dataproto_audit.auditor import Auditor
+    from dataproto_audit.checker import check, check_concat, check_union
     from dataproto_audit.contracts.fields import Field
     from dataproto_audit.contracts.stages import Stage
     from dataproto_audit.dump.run_folder import open_run
     from dataproto_audit.findings import AuditError, Finding, Outcome, Report
+    from dataproto_audit.integrations.attach import attach
     from dataproto_audit.probes import Settings, probe
     from dataproto_audit.protocol import DataProto
 
@@ -29,6 +31,10 @@ _HOME = {
     "Report": "findings",
     "Settings": "probes",
     "Stage": "contracts.stages",
+    "attach": "integrations.attach",
+    "check": "checker",
+    "check_concat": "checker",
+    "check_union": "checker",
     "open_run": "dump.run_folder",
     "probe": "probes",
 }
@@ -43,6 +49,10 @@ __all__ = [
     "Report",
     "Settings",
     "Stage",
+    "attach",
+    "check",
+    "check_concat",
+    "check_union",
     "open_run",
     "probe",
 ]

@@ -8,9 +8,9 @@
     auditor.boundary("update_actor", batch, evidence={"losses": ..., "ranks": ...})
     auditor.end_step({"actor/grad_norm": 0.4})
 
-Levels: ``off`` does nothing, ``shape`` checks declarations and row relations, ``full`` also runs
-the probes. An error inside this package never reaches the training loop: it becomes a ``DPA9xx``
-finding once, and the check that failed is switched off.
+Levels: ``off`` checks nothing (metrics are still written), ``shape`` checks declarations and row
+relations, ``full`` also runs the probes. An error inside this package never reaches the training
+loop: it becomes a ``DPA9xx`` finding once, and the check that failed is switched off.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import logging
 import numbers
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -31,25 +31,26 @@ from dataproto_audit.contracts.check import (
     Violation,
     missing_fields,
     unchecked,
-    undeclared,
     wrong_fields,
 )
-from dataproto_audit.contracts.relations import RowViolation
 from dataproto_audit.contracts.stages import STAGES, Stage
 from dataproto_audit.contracts.trail import Crossing, Trail
 from dataproto_audit.dump.tables import TableWriter
 from dataproto_audit.findings import (
     AuditError,
     Finding,
-    Outcome,
     OutcomeKind,
     Report,
     When,
     at_boundary,
 )
+from dataproto_audit.policy import Policy
 from dataproto_audit.probes import PROBES, Context, Probe, Settings
 from dataproto_audit.probes.recorder import StepRecorder
-from dataproto_audit.probes.runner import Due, due_probes, run_probes
+from dataproto_audit.probes.registry import AT_END
+from dataproto_audit.probes.runner import Due, run_probes
+from dataproto_audit.probes.schedule import Schedule
+from dataproto_audit.verdicts import finding_of, outcome_of, own_fault
 
 Level = Literal["off", "shape", "full"]
 OnFail = Literal["raise", "warn", "record"]
@@ -66,18 +67,12 @@ __all__ = ["LEVELS", "ON_FAIL", "Auditor", "Level", "OnFail", "Settings"]
 log = logging.getLogger("dataproto_audit")
 
 
-@lru_cache(maxsize=4096)
-def _outcome(check: str, code: str, kind: OutcomeKind, reason: str = "") -> Outcome:
-    """Outcomes are few and immutable: one object each."""
-    return Outcome(check, code, kind, reason)
-
-
 class Auditor:
     """Checks every boundary of a run and keeps its totals.
 
     ``tables`` receives the records of each step; without it nothing is written. ``on_fail`` decides
     what a finding of severity ``fail`` does: ``raise`` :class:`AuditError`, ``warn`` through
-    :mod:`logging`, or ``record`` only.
+    :mod:`logging`, or ``record`` only. ``policy`` leaves out codes and sets severities.
     """
 
     def __init__(
@@ -88,8 +83,16 @@ class Auditor:
         on_fail: OnFail = "raise",
         tables: TableWriter | None = None,
         probes: Mapping[str, Probe] | None = None,
+        policy: Policy | None = None,
     ) -> None:
-        self.settings = settings or Settings()
+        self.policy = policy or Policy()
+        self.settings, told = settings or Settings(), self.policy.tolerances
+        if told:
+            self.settings = replace(
+                self.settings,
+                log_prob_token=told.get("log_prob_token", self.settings.log_prob_token),
+                log_prob_mean=told.get("log_prob_mean", self.settings.log_prob_mean),
+            )
         self.level: Level = level
         self.on_fail: OnFail = on_fail
         self.recorder = StepRecorder(tables)
@@ -102,12 +105,12 @@ class Auditor:
         self.stages: list[str] = []
         self.fired: set[str] = set()
         """Checks that ran to a verdict at least once."""
-        self.undeclared: set[str] = set()
-        """Fields that were met and that nothing declares; they are allowed."""
         self.cpu_s = 0.0
         self.step: int | None = None
+        self.model: Any = None
+        """A model, or the folder of one, that probes may recompute log-probs with."""
         self._off: set[str] = set()
-        self._plans: dict[tuple[Any, ...], Due] = {}
+        self._schedule = Schedule(self.probes)
         self._reset()
 
     def _reset(self) -> None:
@@ -116,25 +119,60 @@ class Auditor:
         self._metrics: dict[str, float] = {}
         self._cache: dict[Any, Any] = {}
 
+    @property
+    def undeclared(self) -> set[str]:
+        """Fields that were met and that nothing declares; they are allowed."""
+        return self._schedule.undeclared
+
     # -- one step ----------------------------------------------------------------------------------
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int | None) -> None:
         """Start a step: nothing is carried over but the history of metrics."""
         self.step = step
         self._reset()
 
-    def end_step(self, metrics: Mapping[str, Any] | None = None) -> None:
-        """Close the step: metrics join the history, and its tables are written."""
+    def end_step(self, metrics: Mapping[str, Any] | None = None) -> Report:
+        """Close the step: its metrics are checked and join the history, its tables are written.
+
+        Raises :class:`AuditError` as :meth:`boundary` does.
+        """
         start = time.thread_time()
+        report = Report()
         for name, value in (metrics or {}).items():
             if isinstance(value, numbers.Real) or getattr(value, "ndim", None) == 0:
                 self._metrics[name] = float(value)
+        if self.level == "full":
+            told = {**self._metrics, **(metrics or {})}
+            context = self._context(AT_END, "after", {"metrics": told})
+            due, nothing = self._schedule.at_end(self._off), BatchView({}, {}, {})
+            self._guarded("DPA901", "probes", report, self._run, due, nothing, context, report)
+            self.policy.apply(report)
+            report.findings[:] = [replace(f, step=self.step) for f in report.findings]
+            self._guarded("DPA903", "tables", report, self.recorder.said, AT_END, "after", report)
+            self._count(report)
         for name, number in self._metrics.items():
             values = self.history.setdefault(name, [])
             values.append(number)
             del values[:-HISTORY]
         self._write_step()
         self.cpu_s += time.thread_time() - start
+        self._react(report)
+        return report
+
+    def unseen(self) -> None:
+        """A stage was left out: nothing is compared across it, what follows is looked at anew."""
+        self._trail.lose()
+        self._trail.begun = False
+
+    def judge(self, stage: str, check: str, code: str, violations: Sequence[Violation]) -> Report:
+        """Report what was compared elsewhere: a merge before it happens, meta entries."""
+        report = Report()
+        report.findings += [finding_of(stage, check, violation) for violation in violations]
+        self._outcome(report, check, code, "failed" if violations else "passed")
+        self.policy.apply(report)
+        self._count(report)
+        self._react(report)
+        return report
 
     def _write_step(self) -> None:
         report = Report()
@@ -153,8 +191,12 @@ class Auditor:
         *,
         when: When = "after",
         evidence: Mapping[str, Any] | None = None,
+        partial: bool = False,
     ) -> Report:
         """Check ``batch`` as it enters or leaves ``stage``.
+
+        Of a ``partial`` batch some fields may have been left out: they are missing knowledge then,
+        and no finding.
 
         ``evidence`` is what the producer knows beside the batch (rank notes, loss terms...); the
         batch's meta entries count as evidence too. Raises :class:`AuditError` when a finding
@@ -167,17 +209,25 @@ class Auditor:
         start = time.thread_time()
         try:
             with np.errstate(all="ignore"):  # a NaN is a finding, not a line on stderr
-                self._boundary(_declared(stage), BatchView.of(batch), when, evidence, report)
-            failed = [f for f in report.findings if f.severity == "fail"]
-            if failed and self.on_fail == "raise":
-                self._write_step()
-                raise AuditError(failed)
-            if self.on_fail == "warn":
-                for finding in failed:
-                    log.warning("%s", finding)
+                view = BatchView.of(batch)
+                if self.policy.aliases:
+                    view = view.under(self.policy.renamed())
+                self._boundary(_declared(stage), view, when, evidence, report, partial)
+            if report.findings:
+                self._react(report)
         finally:
             self.cpu_s += time.thread_time() - start
         return report
+
+    def _react(self, report: Report) -> None:
+        """Raise or warn for findings of severity ``fail``, as ``on_fail`` says."""
+        failed = [f for f in report.findings if f.severity == "fail"]
+        if failed and self.on_fail == "raise":
+            self._write_step()
+            raise AuditError(failed)
+        if self.on_fail == "warn":
+            for finding in failed:
+                log.warning("%s", finding)
 
     # -- checking ----------------------------------------------------------------------------------
 
@@ -188,24 +238,16 @@ class Auditor:
         when: When,
         evidence: Mapping[str, Any] | None,
         report: Report,
+        partial: bool,
     ) -> None:
         self.boundaries += 1
         if stage.name not in self.stages:
             self.stages.append(stage.name)
-        context = Context(
-            step=self.step,
-            stage=stage.name,
-            when=when,
-            settings=self.settings,
-            evidence={**view.meta, **(evidence or {})},
-            history=self.history,
-            metrics=self._metrics,
-            cache=self._cache,
-        )
+        context = self._context(stage.name, when, {**view.meta, **(evidence or {})})
         first = not self._trail.begun
         mark = f"contract:{stage.name}"
         crossing: Crossing | None = self._guarded(
-            "DPA902", mark, report, self._contract, stage, view, when, context, report
+            "DPA902", mark, report, self._contract, stage, view, when, context, report, partial
         )
         if crossing is None:  # our own fault: what comes next has nothing to be compared with
             self._trail.lose()
@@ -213,6 +255,7 @@ class Auditor:
             self._guarded(
                 "DPA901", "probes", report, self._probes, stage, context, report, crossing, first
             )
+        self.policy.apply(report)
         keys = self._trail.keys(crossing.state) if crossing and report.findings else None
         report.findings[:] = [
             at_boundary(finding, step=self.step, when=when, row_keys=keys)
@@ -223,6 +266,19 @@ class Auditor:
                           context, report)  # fmt: skip
         self._count(report)
 
+    def _context(self, stage: str, when: When, evidence: Mapping[str, Any]) -> Context:
+        return Context(
+            step=self.step,
+            stage=stage,
+            when=when,
+            settings=self.settings,
+            evidence=evidence,
+            history=self.history,
+            metrics=self._metrics,
+            cache=self._cache,
+            model=self.model,
+        )
+
     def _contract(
         self,
         stage: type[Stage],
@@ -230,13 +286,18 @@ class Auditor:
         when: When,
         context: Context,
         report: Report,
+        partial: bool,
     ) -> Crossing:
         crossing = self._trail.cross(stage, view, when)
         view = crossing.state.view
         wrong = wrong_fields(view, factors=self.settings.factors())
         context.broken = {violation.field: f"is {violation.actual}" for violation in wrong}
-        self._verdict(stage, "fields", "DPA103", [*missing_fields(stage, view, when=when), *wrong],
-                      report)  # fmt: skip
+        missing = missing_fields(stage, view, when=when)
+        if partial and missing:
+            absent = f"field not in the batch: {', '.join(v.field for v in missing)}"
+            self._outcome(report, f"{stage.name}.complete", "DPA101", "not_checkable", absent)
+            missing = []
+        self._verdict(stage, "fields", "DPA103", [*missing, *wrong], report)
         unbound = unchecked(view) if None in (view.prompt, view.response) else {}
         if unbound:
             axes = ", ".join(f"{axis} of {name}" for name, axis in unbound.items())
@@ -262,7 +323,7 @@ class Auditor:
         self.fired.add(name)
         news = [v for v in violations if not v.field or self._reported.get(v.field) != v.actual]
         self._reported.update({v.field: v.actual for v in news if v.field})
-        report.findings += [_finding(stage.name, name, violation) for violation in news]
+        report.findings += [finding_of(stage.name, name, violation) for violation in news]
         if news or not violations:
             self._outcome(report, name, code, "failed" if news else "passed")
         else:
@@ -278,7 +339,13 @@ class Auditor:
         first: bool,
     ) -> None:
         view = crossing.state.view
-        for ran in run_probes(self._due(stage, view, context, crossing, first), view, context):
+        changed = stage.changeable(self.settings)
+        changed = crossing.changed & changed if changed else changed
+        due = self._schedule.due(stage, view, context, changed, first=first, off=self._off)
+        self._run(due, view, context, report)
+
+    def _run(self, due: Due, view: BatchView, context: Context, report: Report) -> None:
+        for ran in run_probes(due, view, context):
             name, code = ran.probe.name, ran.probe.code
             if ran.error is not None:
                 self._own_fault("DPA901", name, ran.error, report)
@@ -288,42 +355,18 @@ class Auditor:
             report.findings += ran.findings
             self._outcome(report, name, code, ran.kind, ran.reason)
 
-    def _due(
-        self,
-        stage: type[Stage],
-        view: BatchView,
-        context: Context,
-        crossing: Crossing,
-        first: bool,
-    ) -> Due:
-        """Probes at home here, those of fields that changed here, and at the first boundary of a
-        step those of earlier stages; each with what the batch lacks for it."""
-        changed = stage.changeable(self.settings)
-        changed = crossing.changed & changed if changed else changed
-        mark = (stage.name, view.names, first, changed)
-        usual = not (context.broken or view.empty or view.layout == "jagged")
-        due = self._plans.get(mark) if usual else None
-        if due is None:
-            chosen = [p for p in self.probes.values() if _is_due(p, stage, first, changed)]
-            due = due_probes(chosen, view, context.broken)
-            self.undeclared.update(undeclared(view))
-            if usual and len(self._plans) < 1000:
-                self._plans[mark] = due
-        if self._off:
-            off = "switched off after an error of its own"
-            due = [(p, off if p.name in self._off else lacking) for p, lacking in due]
-        return due
-
     # -- totals and own faults ---------------------------------------------------------------------
 
     def _outcome(
         self, report: Report, check: str, code: str, kind: OutcomeKind, reason: str = ""
     ) -> None:
-        report.outcomes.append(_outcome(check, code, kind, reason))
+        report.outcomes.append(outcome_of(check, code, kind, reason))
 
     def _count(self, report: Report) -> None:
-        self.outcomes.update([outcome.kind for outcome in report.outcomes])
-        self.severities.update([finding.severity for finding in report.findings])
+        for outcome in report.outcomes:
+            self.outcomes[outcome.kind] += 1
+        for finding in report.findings:
+            self.severities[finding.severity] += 1
         self.findings += report.findings[: max(0, MAX_FINDINGS - len(self.findings))]
 
     def _guarded(
@@ -346,18 +389,7 @@ class Auditor:
         self._off.add(name)
         log.error("%s in %s, which is switched off from now on", code, name, exc_info=error)
         self._outcome(report, name, code, "not_checkable", type(error).__name__)
-        report.findings.append(
-            Finding(
-                code=code,
-                severity="warn",
-                stage="",
-                check=name,
-                step=self.step,
-                expected="no error inside this package",
-                actual=f"{type(error).__name__}: {error}",
-                hint="training goes on without this check",
-            )
-        )
+        report.findings.append(own_fault(code, name, self.step, error))
 
 
 def _declared(stage: str) -> type[Stage]:
@@ -366,32 +398,3 @@ def _declared(stage: str) -> type[Stage]:
             "DPA851", f"unknown stage {stage!r}.", f"Declared are {', '.join(STAGES)}."
         )
     return STAGES[stage]
-
-
-def _is_due(probe: Probe, stage: type[Stage], first: bool, changed: Iterable[str]) -> bool:
-    if stage.name in probe.stages:
-        return True
-    if not probe.later:
-        return False
-    if first and not stage.fresh and probe.fields:
-        names = list(STAGES)
-        return any(names.index(home) <= names.index(stage.name) for home in probe.stages)
-    return any(name in probe.fields for name in changed)
-
-
-def _finding(stage: str, check: str, violation: Violation) -> Finding:
-    rows = violation.rows if isinstance(violation, RowViolation) else ()
-    columns = violation.columns if isinstance(violation, RowViolation) else {}
-    return Finding(
-        code=violation.code,
-        severity="fail",
-        stage=stage,
-        check=check,
-        field=violation.field,
-        rows=tuple(rows),
-        columns=columns,
-        expected=violation.expected,
-        actual=violation.actual,
-        evidence=violation.evidence,
-        causes=violation.causes,
-    )

@@ -15,15 +15,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from dataproto_audit.codes import UsageError
 from dataproto_audit.fingerprint import Hashes, row_hash
+from dataproto_audit.storage import (
+    dense,
+    is_plain_jagged,
+    jagged_values,
+    listed,
+    ragged_rows,
+    shared,
+    shifted,
+)
 
 Layout = Literal["padded", "jagged"]
 Array = NDArray[Any]
@@ -33,13 +41,23 @@ _PARTS = ("batch", "non_tensor_batch", "meta_info")
 PROMPT_FIELDS = frozenset({"prompts"})
 FULL_FIELDS = ("input_ids", "attention_mask", "position_ids")
 RESPONSE_FIELDS = (
-    "responses", "response_mask", "loss_mask", "rollout_log_probs", "old_log_probs",
+    "responses", "response_mask", "loss_mask", "tool_mask", "rollout_log_probs", "old_log_probs",
     "ref_log_prob", "token_level_scores", "token_level_rewards", "rm_scores", "values",
     "advantages", "returns", "entropys", "update_log_probs", "update_entropys",
 )  # fmt: skip
 """Fields with a response axis. Together they decide its width, so no broken one does alone."""
 BLOCK_BYTES = 1 << 20
 """Row blocks are cut so that one field of a block is about this large and stays in cache."""
+
+
+class _Sizes(NamedTuple):
+    rows: int
+    prompt: int | None
+    response: int | None
+    empty: frozenset[str]
+
+
+_SIZES: dict[tuple[object, ...], _Sizes] = {}
 
 
 class BatchView:
@@ -65,6 +83,8 @@ class BatchView:
         self.untracked = frozenset(untracked)
         self.fits_declaration: int | None = None
         """Number of declared fields when all of them were found to fit; None before that."""
+        self.whole: BatchView = self
+        """The batch as it is now, where this view shows how it was at an earlier stage."""
         self._numpy: dict[str, Array] = {}
         self._hashes: dict[str, Hashes] = {}
 
@@ -81,6 +101,12 @@ class BatchView:
             return cls._of_parts(batch)
         if isinstance(batch, Mapping):
             whole = any(part in batch for part in _PARTS)
+            for part in _PARTS:
+                if not (batch.get(part) is None or hasattr(batch[part], "items")) and whole:
+                    raise UsageError(
+                        "DPA857", f"{part} is no mapping but {type(batch[part]).__name__}.",
+                        "Pass a mapping from name to field.",
+                    )  # fmt: skip
             return cls._of_parts(*map(batch.get, _PARTS)) if whole else cls._of_parts(batch)
         raise UsageError(
             "DPA857",
@@ -101,15 +127,44 @@ class BatchView:
                     )
                 tensors[str(name)] = value
             elif isinstance(value, np.ndarray) and value.dtype.kind in "iufb":
-                tensors[str(name)] = _shared(value)
+                tensors[str(name)] = shared(value)
                 untracked.append(str(name))
-            elif (array := _listed(value)) is not None:
+            elif (array := listed(value)) is not None:
                 arrays[str(name)] = array
         for name, value in (objects or {}).items():
-            array = _listed(value)
+            array = listed(value)
             if array is not None:
                 arrays[str(name)] = array
         return cls(tensors, arrays, meta or {}, untracked=untracked)
+
+    def only(self, names: Iterable[str]) -> BatchView:
+        """A view of some fields, with the sizes of the whole batch."""
+        kept = set(names)
+        part = BatchView(
+            {name: tensor for name, tensor in self.tensors.items() if name in kept},
+            {name: array for name, array in self.arrays.items() if name in kept},
+            self.meta,
+            untracked=self.untracked & kept,
+        )
+        sizes = {"rows": self.rows, "prompt": self.prompt, "response": self.response}
+        part.__dict__.update(sizes)  # where cached_property keeps them
+        part.whole = self
+        part._numpy = self._numpy
+        part._hashes = self._hashes
+        return part
+
+    def under(self, aliases: Mapping[str, tuple[str, int]]) -> BatchView:
+        """A view in which fields bear our names: ours -> (name in the batch, shift of columns).
+
+        Column ``t`` of the batch's field becomes column ``t + shift``; what has no source is 0.
+        """
+        tensors, arrays = dict(self.tensors), dict(self.arrays)
+        for ours, (theirs, shift) in aliases.items():
+            if theirs in arrays:
+                arrays[ours] = arrays.pop(theirs)
+            elif theirs in tensors:
+                tensors[ours] = shifted(tensors.pop(theirs), shift)
+        return BatchView(tensors, arrays, self.meta, untracked=(*self.untracked, *aliases))
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors or name in self.arrays
@@ -129,30 +184,55 @@ class BatchView:
         return "jagged" if any(t.is_nested for t in self.tensors.values()) else "padded"
 
     @cached_property
+    def signature(self) -> tuple[object, ...]:
+        """Names, dtypes and shapes of all fields."""
+        tensors = tuple(
+            (name, t.dtype, tuple(self.lengths(name)) if t.is_nested else t.shape)
+            for name, t in self.tensors.items()
+        )
+        return tensors, tuple((name, a.shape) for name, a in self.arrays.items())
+
+    @cached_property
+    def _sizes(self) -> _Sizes:
+        """What follows from the signature; looked up, because most batches look like another."""
+        found = _SIZES.get(self.signature)
+        if found is None:
+            if len(_SIZES) >= 1000:
+                _SIZES.clear()
+            found = _SIZES[self.signature] = self._measured()
+        return found
+
+    @cached_property
     def rows(self) -> int:
         """Number of rows: what most fields say, so that one broken field does not decide."""
-        sizes = [t.size(0) for t in self.tensors.values() if t.dim()]
-        return _most(sizes + [a.shape[0] for a in self.arrays.values() if a.ndim]) or 0
+        return self._sizes.rows
 
     @cached_property
     def response(self) -> int | None:
         """Width of the response axis; of a jagged batch, its longest row."""
-        return _most([self._width(name) for name in RESPONSE_FIELDS if name in self.tensors])
+        return self._sizes.response
 
     @cached_property
     def prompt(self) -> int | None:
         """Width of the prompt axis; of a jagged batch, its longest row."""
-        own = [self._width("prompts")] if "prompts" in self.tensors else []
-        if self.response is None or self.layout == "jagged":
-            return _most(own)
-        full = [self._width(name) for name in FULL_FIELDS if name in self.tensors]
-        return _most([*own, *(w - self.response for w in full if w and w >= self.response)])
+        return self._sizes.prompt
 
     @cached_property
     def empty(self) -> frozenset[str]:
         """Fields without a single value: no rows, or no columns."""
-        fields = {name for name, tensor in self.tensors.items() if not tensor.numel()}
-        return frozenset(fields.union(name for name, a in self.arrays.items() if not a.size))
+        return self._sizes.empty
+
+    def _measured(self) -> _Sizes:
+        rows = [t.size(0) for t in self.tensors.values() if t.dim()]
+        rows += [a.shape[0] for a in self.arrays.values() if a.ndim]
+        response = _most(self._width(name) for name in RESPONSE_FIELDS if name in self.tensors)
+        prompts = [self._width("prompts")] if "prompts" in self.tensors else []
+        if response is not None and self.layout == "padded":
+            full = [self._width(name) for name in FULL_FIELDS if name in self.tensors]
+            prompts += [w - response for w in full if w and w >= response]
+        empty = {name for name, tensor in self.tensors.items() if not tensor.numel()}
+        empty.update(name for name, array in self.arrays.items() if not array.size)
+        return _Sizes(_most(rows) or 0, _most(prompts), response, frozenset(empty))
 
     def _width(self, name: str) -> int | None:
         tensor = self.tensors[name]
@@ -163,11 +243,26 @@ class BatchView:
     def lengths(self, name: str) -> NDArray[np.int64]:
         """Row lengths of a jagged field, ``[rows]``."""
         tensor: Any = self.tensors[name]
-        if _is_plain_jagged(tensor):
+        if is_plain_jagged(tensor):
             lengths: NDArray[np.int64] = np.diff(tensor.offsets().cpu().numpy()).astype(np.int64)
             return lengths
-        rows = _ragged_rows(tensor)
+        rows = ragged_rows(tensor)
         return np.fromiter((row.shape[0] for row in rows), np.int64, len(rows))
+
+    def side_lengths(self, side: str) -> NDArray[np.int64]:
+        """Attended tokens of ``prompts`` or ``responses`` in each row, however they are laid out.
+
+        A padded side without an attention mask counts with its whole width.
+        """
+        if self.tensors[side].is_nested:
+            return self.lengths(side)
+        mask, width = self.tensors.get("attention_mask"), self.tensors[side].shape[-1]
+        if mask is None or mask.is_nested or mask.dim() != 2:
+            return np.full(self.rows, width, np.int64)
+        attended = self.numpy("attention_mask") != 0
+        part = attended[:, : self.prompt] if side == "prompts" else attended[:, self.prompt :]
+        counted: NDArray[np.int64] = part.sum(1, dtype=np.int64)
+        return counted
 
     def numpy(self, name: str) -> Array:
         """The field as a padded numpy array, without a copy where the memory allows it."""
@@ -195,7 +290,7 @@ class BatchView:
         if name == "attention_mask" and name not in self.tensors and self.attention is not None:
             return self.attention
         tensor = self.tensors[name]
-        return self._padded(name) if tensor.is_nested else _dense(tensor)
+        return self._padded(name) if tensor.is_nested else dense(tensor)
 
     def _padded(self, name: str) -> Array:
         """Lay a jagged field out as a padded one: prompt part left-, response part right-padded.
@@ -203,7 +298,7 @@ class BatchView:
         Cells that do not fit the batch's widths are left out; that they are there is for the
         contract to say.
         """
-        lengths, values = self.lengths(name), _jagged_values(self.tensors[name])
+        lengths, values = self.lengths(name), jagged_values(self.tensors[name])
         prompt, response = self.prompt or 0, self.response or 0
         start, width = np.zeros_like(lengths), int(lengths.max(initial=0))
         if name in PROMPT_FIELDS:
@@ -211,7 +306,7 @@ class BatchView:
         elif name in RESPONSE_FIELDS:
             width = response
         elif name in FULL_FIELDS and "prompts" in self.tensors:
-            left = self.lengths("prompts") if self.tensors["prompts"].is_nested else prompt
+            left = self.side_lengths("prompts")
             start, width = start + prompt - left, prompt + response
         row = np.repeat(np.arange(len(lengths)), lengths)
         first = np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -296,64 +391,3 @@ def _most(sizes: Iterable[int | None]) -> int | None:
         if size is not None:
             counts[size] = counts.get(size, 0) + 1
     return max(counts, key=counts.__getitem__) if counts else None
-
-
-def _is_plain_jagged(tensor: Any) -> bool:
-    """True for nested tensors whose values lie row after row, ragged in axis 1."""
-    plain = tensor.layout == torch.jagged and tensor.lengths() is None
-    return bool(plain and getattr(tensor, "_ragged_idx", 1) == 1)
-
-
-def _ragged_rows(tensor: Any) -> list[Tensor]:
-    """The rows of a nested tensor of any kind, each with its ragged axis first."""
-    axis = int(getattr(tensor, "_ragged_idx", 1)) - 1
-    return [row.reshape(1) if row.dim() == 0 else row.movedim(axis, 0) for row in tensor.unbind()]
-
-
-def _jagged_values(tensor: Any) -> Array:
-    """The values of all rows one after another, ``[sum of lengths, ...]``."""
-    if _is_plain_jagged(tensor):
-        return _dense(tensor.values())
-    rows = _ragged_rows(tensor)
-    return _dense(torch.cat(rows)) if rows else np.zeros(0)
-
-
-def _dense(tensor: Tensor) -> Array:
-    """``tensor`` as numpy; kinds of number that numpy lacks (bf16, fp8) become float32."""
-    tensor = tensor.detach()
-    if tensor.layout != torch.strided:
-        tensor = tensor.to_dense()
-    if tensor.device.type != "cpu":
-        tensor = tensor.cpu()
-    try:
-        out: Array = tensor.numpy()
-    except (TypeError, RuntimeError):  # no such dtype, or a lazy conjugate or negative
-        resolved = tensor.resolve_conj().resolve_neg()
-        out = (resolved if resolved.is_complex() else resolved.float()).numpy()
-    return out
-
-
-def _shared(array: Array) -> Tensor:
-    """A tensor on the memory of ``array``, or on a copy where torch cannot share it."""
-    native = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
-    if not native.flags.writeable:
-        native = native.copy()
-    try:
-        return torch.from_numpy(native)
-    except TypeError:  # an integer or float width that torch does not have
-        return torch.from_numpy(
-            native.astype(np.int64 if native.dtype.kind in "iu" else np.float64)
-        )
-
-
-def _listed(value: Any) -> Array | None:
-    """A non-tensor field with one entry per row; None for what has no rows."""
-    if isinstance(value, np.ndarray):
-        return value
-    listed = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(listed, (list, tuple)):
-        return None
-    out = np.empty(len(listed), dtype=object)
-    for row, item in enumerate(listed):
-        out[row] = item
-    return out

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from dataproto_audit import __version__
-from dataproto_audit.codes import CODES, CodedError, InternalError
+from dataproto_audit.codes import CODES, CodedError, InternalError, UsageError
 
 app = typer.Typer(
     name="dataproto-audit",
@@ -103,15 +103,11 @@ def train(
 
             print_plan(planned)
         return
-    from dataproto_audit.trainer.workers.cluster import cluster_ahead, ray_options
-
-    with (
-        redirect_stdout(sys.stderr),  # libraries print; stdout belongs to the JSON document
-        cluster_ahead(**ray_options(loaded)) as ray_cluster,  # while the rest is imported
-    ):
+    callbacks = _injected(loaded.audit.inject)
+    with redirect_stdout(sys.stderr):  # libraries print; stdout belongs to the JSON document
         from dataproto_audit.trainer.run import run
 
-        result = run(loaded, callbacks=_injected(loaded.audit.inject), ray_cluster=ray_cluster)
+        result = run(loaded, callbacks=callbacks)
     if as_json:
         _print_json(result.summary)
     if result.stopped_by:
@@ -154,6 +150,108 @@ def _injected(text: str | None) -> Any:
 
 
 @app.command()
+def check(
+    paths: Annotated[list[Path] | None, typer.Argument(help="Saved batches, or folders.")] = None,
+    stage: Annotated[str | None, typer.Option(help="Stage that the batch has just left.")] = None,
+    before: Annotated[Path | None, typer.Option(help="The batch at an earlier boundary.")] = None,
+    history: Annotated[Path | None, typer.Option(help="Metrics of the steps, JSONL.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model folder to recompute with.")] = None,
+    config: Annotated[str | None, typer.Option(help="YAML with verl's or our names.")] = None,
+    policy: Annotated[
+        Path | None, typer.Option(help="What to report; default: pyproject.toml here.")
+    ] = None,
+    cases: Annotated[Path | None, typer.Option(help="Score a file of cases instead.")] = None,
+    fail_on: Annotated[str, typer.Option(help="Severity that sets exit code 1.")] = "fail",
+    as_json: AsJson = False,
+) -> None:
+    """Check saved batches; of several, --json prints one line each."""
+    if fail_on not in ("fail", "warn"):
+        raise UsageError("DPA851", f"--fail-on {fail_on}.", "Choose fail or warn.")
+    if cases is not None:
+        _check_cases(cases, as_json)
+        return
+    if not paths and history is None:
+        raise UsageError("DPA857", "there is nothing to check.", "Name a file, or --history.")
+    from dataproto_audit.checker.files import check_file, check_history
+    from dataproto_audit.policy import load_policy
+
+    wrong, wanted = False, load_policy(policy)
+    found = (
+        one
+        for path in paths or ()
+        for one in check_file(
+            path, stage=stage, before=before, history=history, model=model, config=config,
+            policy=wanted,
+        )
+    )  # fmt: skip
+    for checked in found if paths else [check_history(history, config=config, policy=wanted)]:
+        counts = checked.report.severities()
+        wrong |= bool(counts["fail"] or (fail_on == "warn" and counts["warn"]))
+        if as_json:
+            _print_json(checked.to_dict())
+        else:
+            print(f"{checked.label}\n{checked.report}\n")
+    if wrong:
+        raise typer.Exit(1)
+
+
+def _check_cases(path: Path, as_json: bool) -> None:
+    from dataproto_audit.testing.cases import run_cases
+
+    result = run_cases(path).to_dict()
+    if as_json:
+        _print_json(result)
+    else:
+        print(f"{result['right']} of {result['cases']} cases right")
+        for case in result["wrong"]:
+            print(f"{case['id']}: {case['reason']}; expected {case['expected']}, got {case['got']}")
+    if result["wrong"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def show(
+    path: Annotated[Path, typer.Argument(help="A saved batch, or a folder of them.")],
+    row: Annotated[list[int] | None, typer.Option("--row", help="Show this row's tokens.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print what a saved batch holds; nothing of the file is executed."""
+    from rich.console import Console
+
+    from dataproto_audit.dump.readers import read_batches
+    from dataproto_audit.render import show as shown
+
+    for saved in read_batches(path):
+        if as_json:
+            _print_json(shown.show_dict(saved, rows=row or ()))
+        else:
+            Console().print(shown.show(saved, rows=row or ()))
+
+
+@app.command()
+def selftest(
+    seed: Annotated[int, typer.Option(help="Seed of the simulated batches.")] = 0,
+    misses: Annotated[bool, typer.Option("--misses", help="List what was missed.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run every seeded fault and every healthy configuration, and print the score."""
+    from dataproto_audit.testing.bench import run_bench
+    from dataproto_audit.testing.matrix import matrix
+    from dataproto_audit.testing.matrix import misses as missed
+
+    result = run_bench(seed=seed)
+    answer = result.to_dict()
+    if as_json:
+        _print_json(answer)
+    else:
+        print(matrix(result))
+        if misses:
+            print("\n".join(missed(result)))
+    if answer["false_fail"]:
+        raise typer.Exit(1)
+
+
+@app.command()
 def fields(as_json: AsJson = False) -> None:
     """Print the field-evolution table: what each stage reads, adds, changes and drops."""
     from dataproto_audit.render.fields import fields_table, print_fields
@@ -165,11 +263,18 @@ def fields(as_json: AsJson = False) -> None:
 
 
 @app.command()
-def explain(name: Annotated[str, typer.Argument(help="A code, a field or a stage.")]) -> None:
+def explain(
+    name: Annotated[str, typer.Argument(help="A code, a field or a stage.")],
+    as_json: AsJson = False,
+) -> None:
     """Explain a code, a field or a stage."""
     from dataproto_audit.render.explain import explanation
 
-    print(explanation(name))
+    text = explanation(name)
+    if as_json:
+        _print_json({"name": name, "text": text})
+    else:
+        print(text)
 
 
 @app.command()

@@ -165,6 +165,11 @@ class Report:
         """True when no finding has severity ``fail``."""
         return not any(finding.severity == "fail" for finding in self.findings)
 
+    @property
+    def not_checkable(self) -> list[Outcome]:
+        """What could not be checked, each with what it lacks."""
+        return [outcome for outcome in self.outcomes if outcome.kind == "not_checkable"]
+
     def counts(self) -> dict[str, int]:
         """Number of outcomes of each kind; the values add up to ``len(outcomes)``."""
         counts = dict.fromkeys(OUTCOME_KINDS, 0)
@@ -195,9 +200,7 @@ class Report:
                 "outcomes": self.counts(),
                 "findings": [finding.to_dict() for finding in self.findings],
                 "not_checkable": [
-                    {"check": o.check, "reason": o.reason}
-                    for o in self.outcomes
-                    if o.kind == "not_checkable"
+                    {"check": o.check, "reason": o.reason} for o in self.not_checkable
                 ],
             }
         )

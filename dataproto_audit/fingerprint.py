@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dataproto_audit import fast
+
 Hashes = NDArray[np.uint64]
 
 MAX_DEPTH = 12
@@ -35,6 +37,10 @@ def row_hash(array: NDArray[Any]) -> Hashes:
     if array.dtype.kind not in "iufb":
         return object_hash(array.tolist())
     flat = array.reshape(rows, -1) if array.size else array.reshape(rows, 0)
+    compiled = fast.loops(flat.size)
+    if compiled is not None:
+        hashes: Hashes = compiled.hash_rows(_unsigned(flat), _multipliers(flat.shape[1]))
+        return hashes
     step = max(1, _CHUNK // max(1, flat.shape[1]))
     if rows <= step:
         return _hashed(flat)
@@ -61,10 +67,15 @@ _UNSIGNED = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 def _words(values: NDArray[Any]) -> NDArray[np.uint64]:
     """Each value as an unsigned 64-bit word."""
+    return _unsigned(values).astype(np.uint64, copy=False)
+
+
+def _unsigned(values: NDArray[Any]) -> NDArray[Any]:
+    """Each value as an unsigned word: integers by value, floats by their bits."""
     if values.dtype.kind != "f":
         return values.astype(np.int64, copy=False).view(np.uint64)
     exact = np.ascontiguousarray(values, np.float64 if values.dtype.itemsize > 8 else None)
-    return exact.view(_UNSIGNED[exact.dtype.itemsize]).astype(np.uint64, copy=False)
+    return exact.view(_UNSIGNED[exact.dtype.itemsize])
 
 
 _MULTIPLIERS: dict[int, NDArray[np.uint64]] = {}

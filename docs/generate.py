@@ -28,11 +28,16 @@ def codes_page() -> str:
             "",
             f"**{code.title[0].upper()}{code.title[1:]}.** {code.meaning}",
         ]
+        if code.example:
+            lines += ["", f"Example: {code.example}"]
         if code.causes:
             lines += ["", "Causes, most frequent first:", ""]
             lines += [f"* `{cause}`: {CAUSES[cause]}" for cause in code.causes]
         if code.fix:
             lines += ["", f"What to do: {code.fix}"]
+        if code.reports:
+            links = (f"[{r}](https://github.com/{r})" for r in code.reports)
+            lines += ["", f"Met by others: {', '.join(links)}"]
         lines.append("")
     lines += ["# Causes", "", "| cause | meaning |", "| --- | --- |"]
     lines += [f"| `{name}` | {meaning} |" for name, meaning in CAUSES.items()]

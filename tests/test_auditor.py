@@ -14,6 +14,7 @@ from dataproto_audit.codes import UsageError
 from dataproto_audit.dump.tables import TableWriter
 from dataproto_audit.findings import OUTCOME_KINDS, AuditError
 from dataproto_audit.probes import PROBES
+from dataproto_audit.probes.logprobs import PRODUCERS
 from dataproto_audit.probes.registry import Probe
 from dataproto_audit.testing.faults import FAULTS, parse_injection
 from dataproto_audit.testing.healthy import Options, boundaries
@@ -72,7 +73,7 @@ def test_totals_add_up_and_nothing_is_silent(tmp_path):
             seen.update(outcome.kind for outcome in report.outcomes)
             assert all(o.reason for o in report.outcomes if o.kind.startswith("not_"))
             assert sum(report.counts().values()) == len(report.outcomes)
-        auditor.end_step()
+        seen.update(outcome.kind for outcome in auditor.end_step().outcomes)
     assert seen == +auditor.outcomes
     assert set(seen) <= set(OUTCOME_KINDS)
 
@@ -91,7 +92,20 @@ def test_every_probe_that_fits_the_loop_fires_on_healthy_steps():
     fired = set()
     for options in (Options(entropy=True), Options(kl_in_reward=True), Options(ranks=4)):
         fired |= audited(options, Auditor(options.settings()), steps=22).fired
-    assert set(PROBES) - fired <= {"token_limit", "engine_scores_alike"}
+    recorded = Options(recorded=True, micro_rows=4)
+    for options in (
+        replace(recorded, multi_turn=True, critic=True, response_width=12, mini_batches=2),
+        replace(recorded, prompts=3, pad_rows=4),
+        replace(recorded, max_token_len=40),
+        Options(images=True),
+        Options(exact=True, step_drift=0.0),
+        Options(dtype="bfloat16"),
+        Options(correction=True),
+        Options(entropy=True, prompts=12, n=8, response_width=12),
+    ):
+        fired |= audited(options, Auditor(options.settings()), steps=4).fired
+    with_a_model = {f"{field}_recomputed" for field in PRODUCERS}
+    assert set(PROBES) - fired <= {"token_limit", "engine_scores_alike", *with_a_model}
 
 
 def seeded(name, options, on_fail="record"):

@@ -6,10 +6,13 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from dataproto_audit import __version__, cli
 from dataproto_audit.codes import CODES
+from dataproto_audit.protocol import DataProto
 from dataproto_audit.testing.faults import FAULTS
+from dataproto_audit.testing.recipes import cook
 from dataproto_audit.trainer.config import load_config
 
 
@@ -144,3 +147,127 @@ def test_ctrl_c_is_130(call, monkeypatch):
 
     monkeypatch.setattr("dataproto_audit.render.explain.explanation", interrupted)
     assert call("explain", "DPA101", check=130).stderr.strip() == "interrupted"
+
+
+# -- check -----------------------------------------------------------------------------------------
+
+EARLY = {"op": "shift", "f": "token_level_scores", "by": -1}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """``saved(name, *operations)`` writes a tiny batch as verl saves it."""
+
+    def save(name, *operations):
+        batch = cook("T", list(operations))
+        tensors = {n: torch.from_numpy(array) for n, array in batch["batch"].items()}
+        made = DataProto.from_dict(tensors, batch["non_tensor_batch"], meta_info=batch["meta_info"])
+        made.save_to_disk(tmp_path / name)
+        return str(tmp_path / name)
+
+    return save
+
+
+def test_check_prints_findings_and_exits_1(call, saved):
+    assert "ok: " in call("check", saved("good.pkl"), check=0).stdout
+    done = call("check", saved("early.pkl", EARLY), check=1)
+    assert done.stdout.startswith(str(saved("early.pkl", EARLY)))
+    for fragment in ("NOT OK", "DPA405", "token_level_scores", "reward_shifted"):
+        assert fragment in done.stdout
+
+
+def test_check_prints_one_json_document_a_batch(call, saved):
+    good, early = saved("good.pkl"), saved("early.pkl", EARLY)
+    lines = call("check", good, early, "--json", check=1).stdout.splitlines()
+    answers = [json.loads(line) for line in lines]
+    assert [(a["path"], a["ok"]) for a in answers] == [(good, True), (early, False)]
+    assert set(answers[1]) >= {
+        "path", "ok", "outcomes", "findings", "not_checkable", "evidence_level",
+    }  # fmt: skip
+    assert set(answers[1]["findings"][0]) >= {
+        "code", "severity", "step", "stage", "field", "rows", "columns", "expected", "actual",
+        "evidence", "causes", "hint",
+    }  # fmt: skip
+    assert set(answers[0]["outcomes"]) == {"passed", "failed", "not_checkable", "not_applicable"}
+    assert set(answers[0]["not_checkable"][0]) == {"check", "reason"}
+
+
+def test_check_may_fail_on_warnings(call, saved, tmp_path):
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("severities: {DPA405: warn}\n")
+    early = saved("early.pkl", EARLY)
+    call("check", early, "--policy", str(policy), check=0)
+    call("check", early, "--policy", str(policy), "--fail-on", "warn", check=1)
+    done = call("check", early, "--fail-on", "info", check=2)
+    assert "DPA851" in done.stderr
+
+
+def test_check_compares_with_the_batch_before(call, saved):
+    moved = {"op": "take", "f": "old_log_probs", "idx": [1, 0, 2, 3, 4, 5]}
+    before, after = saved("before.pkl"), saved("after.pkl", moved)
+    answer = json.loads(call("check", after, "--before", before, "--json", check=1).stdout)
+    assert answer["evidence_level"] == "boundary"
+    assert "DPA113" in {f["code"] for f in answer["findings"]}
+
+
+def test_check_reads_a_history_with_or_without_a_batch(call, saved, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "trained_tokens": 9}\n{"step": 2, "trained_tokens": 0}\n')
+    answer = json.loads(call("check", "--history", str(path), "--json", check=1).stdout)
+    assert (answer["path"], answer["evidence_level"]) == (str(path), "history")
+    assert [(f["code"], f["step"]) for f in answer["findings"]] == [("DPA608", 2)]
+    both = call("check", saved("a.pkl"), "--history", str(path), "--json", check=1).stdout
+    assert json.loads(both)["evidence_level"] == "history"
+
+
+def test_check_takes_a_stage_and_a_configuration(call, saved, tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text("actor_rollout_ref: {rollout: {n: 2}}\n")
+    early = saved("early.pkl", EARLY)
+    out = call("check", early, "--config", str(config), check=1).stdout
+    assert "DPA401" in out
+    scaled = saved("scaled.pkl", {"op": "mul", "f": "advantages", "at": [1], "v": 3.0})
+    call("check", scaled, "--stage", "reward", check=0)
+    assert "DPA408" in call("check", scaled, "--stage", "advantage", check=1).stdout
+
+
+def test_check_scores_a_file_of_cases(call, tmp_path):
+    case = {
+        "id": "B1", "repro": {"form": "single", "base": "T", "ops": [EARLY]},
+        "expect": {"kind": "batch", "level": "fail", "stages": ["reward"],
+                   "fields": ["token_level_scores"], "rows": None, "columns": None,
+                   "not_checkable_ok": False},
+    }  # fmt: skip
+    missed = case | {"id": "B2", "expect": case["expect"] | {"fields": ["prompts"]}}
+    path = tmp_path / "cases.jsonl"
+    path.write_text(json.dumps(case))
+    assert json.loads(call("check", "--cases", str(path), "--json", check=0).stdout) == {
+        "cases": 1, "right": 1, "wrong": [], "false_alarms": 0, "not_counted": [],
+    }  # fmt: skip
+    path.write_text(f"{json.dumps(case)}\n{json.dumps(missed)}")
+    out = call("check", "--cases", str(path), check=1).stdout
+    assert out.startswith("1 of 2 cases right\nB2: field; expected fail reward prompts")
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ([], "there is nothing to check"),
+        (["nowhere.pkl"], "nowhere.pkl"),
+        (["--cases", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--history", "nowhere.jsonl"], "nowhere.jsonl"),
+    ],
+)
+def test_check_names_what_is_missing(call, args, said):
+    done = call("check", *args, check=2)
+    assert said in done.stderr
+    assert done.stdout == ""
+
+
+def test_check_refuses_a_configuration_or_stage_that_is_none(call, saved, tmp_path):
+    path, config = saved("a.pkl"), tmp_path / "config.yaml"
+    assert "cannot be read" in call("check", path, "--config", str(config), check=2).stderr
+    config.write_text("n: three\n")
+    done = call("check", path, "--config", str(config), check=2)
+    assert "the configuration says n='three', which is no whole number." in done.stderr
+    assert "advantage" in call("check", path, "--stage", "advantages", check=2).stderr

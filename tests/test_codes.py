@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from dataproto_audit.catalogue import EXAMPLES, REPORTS
 from dataproto_audit.codes import (
     CAUSES,
     CODES,
@@ -62,3 +63,15 @@ def test_misuse_of_a_batch_is_an_assertion_too() -> None:
     assert isinstance(error, AssertionError)
     assert (error.code, error.message, error.remedy) == ("DPA109", "no.", "Yes.")
     assert ProtocolError("no.").code == "DPA110"
+
+
+def test_every_code_about_a_batch_or_a_run_has_an_example():
+    assert [c for c in CODES if c[3] in "1234567" and not CODES[c].example] == []
+    assert set(EXAMPLES) | set(REPORTS) <= set(CODES)
+    assert all(text == text.strip() and "\n" not in text for text in EXAMPLES.values())
+
+
+def test_reports_name_a_thread():
+    threads = [report for code in CODES.values() for report in code.reports]
+    assert all(re.fullmatch(r"[\w.-]+/[\w.-]+/(issues|pull)/\d+", thread) for thread in threads)
+    assert len(threads) > 60

@@ -9,16 +9,12 @@ from typing import Any
 from tensordict import TensorDict
 
 from dataproto_audit._protocol.build import check_rows
-from dataproto_audit._protocol.unpickle import RefusedError, read_state, unpack_untrusted
+from dataproto_audit._protocol.safe.errors import RefusedError
+from dataproto_audit._protocol.safe.explain import explained, read_bytes
+from dataproto_audit._protocol.safe.load import Proto, load, name_of
 from dataproto_audit.codes import ProtocolError, UsageError
 
-UNREADABLE = "DPA810"
-REFUSED = "DPA811"
-
 State = tuple[TensorDict | None, dict[str, Any], dict[str, Any]]
-
-# How pickle and pickletools say that a file ends too early.
-_CUT_OFF = ("truncated", "remain", "exhausted", "not enough data in stream")
 
 _PROTOCOL = 4  # what verl's own pickle.dump writes on the Pythons it supports
 
@@ -84,47 +80,25 @@ def _write_whole(path: Path, data: bytes) -> None:
 def read_state_file(path: str | os.PathLike[str]) -> State:
     """Read a file written by :func:`write_state` or by verl, in either encoding.
 
-    Errors: :class:`UsageError` for a file that is missing, broken (``DPA810``) or asks for
-    anything besides plain data (``DPA811``). Nothing that the file supplies is executed.
+    Errors: :class:`UsageError` for a file that is missing, broken (``DPA810``), asks for anything
+    besides plain data (``DPA811``) or claims more than it holds (``DPA812``). Nothing that the
+    file supplies is executed.
     """
+    place = Path(path)
+    data = read_bytes(place)
     try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise UsageError(UNREADABLE, f"{path} cannot be read: {error.strerror}.") from error
-    if not data:
-        raise UsageError(
-            UNREADABLE,
-            f"{path} is empty (0 bytes).",
-            "Its writer was stopped, or failed, as verl's does on strided nested tensors.",
-        )
-    try:
-        packed, arrays, meta = read_state(data)
-        batch, arrays, meta = unpack_untrusted(packed), dict(arrays or {}), dict(meta or {})
-        check_rows(batch, arrays)
-        return batch, arrays, meta
-    except RefusedError as error:
-        raise UsageError(
-            REFUSED,
-            f"{path} asks for {_one_line(error)}, which is not on the list of what a saved batch "
-            "may hold. Nothing of it was executed.",
-            "If you trust its writer, load it there and save plain arrays and numbers.",
-        ) from error
+        saved, opaque = load(data)
+        if opaque:
+            raise RefusedError(opaque[0])
+        if not isinstance(saved, Proto):
+            raise ValueError(f"a {name_of(saved)} where a DataProto belongs")
+        batch = None
+        if saved.batch is not None:
+            batch = TensorDict(saved.batch.fields, batch_size=saved.batch.batch_size)
+        check_rows(batch, saved.arrays)
+        return batch, saved.arrays, saved.meta
     except Exception as error:  # the bytes of a broken file can make a decoder raise anything
-        raise UsageError(
-            UNREADABLE, f"{path} is no saved DataProto: {_reason(data, error)}.", _hint(data)
-        ) from error
-
-
-def _reason(data: bytes, error: Exception) -> str:
-    if isinstance(error, EOFError) or any(words in str(error) for words in _CUT_OFF):
-        return f"it ends in the middle, after {len(data)} bytes"
-    return f"{type(error).__name__}, {_one_line(error) or 'no further explanation'}"
-
-
-def _one_line(error: Exception) -> str:
-    """The text of an error without what a file could write to a terminal through it."""
-    printable = (char if char.isprintable() else " " for char in str(error))
-    return " ".join("".join(printable).split())[:200]
+        raise explained(error, place, data, what="a saved DataProto", remedy=_hint(data)) from error
 
 
 def _hint(data: bytes) -> str:

@@ -11,7 +11,7 @@ import math
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -137,7 +137,7 @@ def pack_batch(batch: TensorDict | None, *, out_of_band: bool = False) -> Any:
 def unpack_batch(packed: Any) -> TensorDict | None:
     """Decode either encoding. Like unpickling itself this trusts its input, as verl does.
 
-    For bytes of unknown origin see :func:`dataproto_audit._protocol.unpickle.unpack_untrusted`.
+    For bytes of unknown origin see :func:`dataproto_audit._protocol.safe.load.load`.
     """
     if packed is None:
         return None
@@ -146,32 +146,3 @@ def unpack_batch(packed: Any) -> TensorDict | None:
         loaded = torch.load(io.BytesIO(packed), weights_only=False, map_location=where)
         return loaded
     return deserialize_tensordict(packed)
-
-
-def decode_consolidated(metadata: Mapping[str, Any], storage: torch.Tensor) -> TensorDict:
-    """Cut a consolidated TensorDict out of its one buffer, from plain data alone.
-
-    ``metadata["leaves"]`` maps a name to (dtype, shape, start, stop, padding), in bytes of
-    ``storage``; jagged fields are two or three leaves. Sub-dictionaries and non-tensor leaves
-    are refused: a DataProto keeps those elsewhere.
-    """
-    known = {"cls", "non_tensors", "leaves", "cls_metadata", "size"}
-    if metadata["non_tensors"] or set(metadata) - known:
-        raise ProtocolError("the saved TensorDict holds fields that are not tensors.")
-    fields: dict[str, torch.Tensor] = {}
-    parts: dict[str, dict[str, torch.Tensor]] = {}
-    for key, (dtype_name, shape, start, stop, _) in metadata["leaves"].items():
-        dtype = getattr(torch, dtype_name.removeprefix("torch."))
-        count = torch.Size(shape).numel()
-        leaf = storage[start:stop].view(dtype)[:count].view(torch.Size(shape))
-        if key.startswith("<NJT_"):
-            role, _, name = key[len("<NJT_") :].partition(">")
-            parts.setdefault(name, {})[role] = leaf
-        else:
-            fields[key] = leaf
-    for name, part in parts.items():
-        fields[name] = torch.nested.nested_tensor_from_jagged(
-            part["VALUES"], offsets=part["OFFSETS"], lengths=part.get("LENGTHS")
-        )
-    about = metadata["cls_metadata"]
-    return TensorDict(fields, batch_size=about["batch_size"], device=_usable(about["device"]))

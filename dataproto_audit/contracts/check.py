@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Shaped, jaxtyped
+from torch import Tensor
 
 from dataproto_audit.batch import BatchView
 from dataproto_audit.contracts.dims import factor_story
@@ -67,8 +68,9 @@ def wrong_fields(view: BatchView, *, factors: Mapping[str, int] | None = None) -
     """Declared fields of the wrong kind or size (DPA102, DPA103), arrays of other rows (DPA109)."""
     if view.fits_declaration == len(FIELDS):
         return []
-    signature = _signature(view)
-    if signature in _PASSED:
+    signature = (len(FIELDS), view.rows, view.prompt, view.response, *view.signature)
+    values_matter = view.layout == "jagged"  # lengths of padded sides come from the attention mask
+    if signature in _PASSED and not values_matter:
         view.fits_declaration = len(FIELDS)
         return []
     found = [*_wrong_tensors(view, factors or {}), *_wrong_arrays(view, factors or {})]
@@ -119,14 +121,6 @@ def _missing(name: str) -> Violation:
         {},
         ("field_forgotten",),
     )
-
-
-def _signature(view: BatchView) -> tuple[object, ...]:
-    tensors = tuple(
-        (name, t.dtype, tuple(view.lengths(name)) if t.is_nested else t.shape)
-        for name, t in view.tensors.items()
-    )
-    return len(FIELDS), tensors, tuple((name, a.shape) for name, a in view.arrays.items())
 
 
 def _sizes(view: BatchView) -> dict[str, int | None]:
@@ -185,7 +179,20 @@ def _explain(
                 evidence["factor"] = story
             if wanted not in (got, None) and axis == 0:
                 causes = ["not_repeated" if story else "rows_lost"]
+                if wanted and got > wanted and _copied(tensor, int(got) // wanted):
+                    causes = ["gathered_twice", "repeated_twice"]
     return Violation("DPA103", field.name, expected, actual, evidence, tuple(causes))
+
+
+def _copied(tensor: Tensor, times: int) -> bool:
+    """True where each row of the tensor is there ``times`` times, side by side or part by part."""
+    if times < 2 or tensor.shape[0] % times:
+        return False
+    if bool((tensor == tensor[:1]).all()):  # all rows alike say nothing
+        return False
+    beside = tensor.reshape(-1, times, *tensor.shape[1:])
+    parts = tensor.reshape(times, -1, *tensor.shape[1:])
+    return bool((beside == beside[:, :1]).all()) or bool((parts == parts[:1]).all())
 
 
 def _size(part: str, sizes: Mapping[str, int | None]) -> int | None:
@@ -200,15 +207,8 @@ def _wrong_jagged(field: Field, view: BatchView) -> Iterable[Violation]:
     anchors = ["prompts" if axis == "prompt" else "responses" for axis in axes]
     if any(anchor not in view.tensors for anchor in anchors):
         return
-    padded = [anchor for anchor in anchors if not view.tensors[anchor].is_nested]
     expected, evidence = f"row lengths of {'+'.join(axes)}", {"rows": view.rows}
-    if padded:
-        expected = f"padded rows, as {padded[0]} has them"
-        yield Violation(
-            "DPA103", field.name, expected, describe(view, field.name), evidence, ("wrong_width",)
-        )
-        return
-    parts, got = [view.lengths(anchor) for anchor in anchors], view.lengths(field.name)
+    parts, got = [view.side_lengths(anchor) for anchor in anchors], view.lengths(field.name)
     same = {len(lengths) for lengths in (*parts, got)} == {view.rows}
     want = sum(parts) if same else None
     if same and bool((got == want).all()):

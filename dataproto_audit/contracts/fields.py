@@ -67,6 +67,7 @@ FullIds = Integer[Tensor, "rows prompt+response"]
 FullMask = Integer[Tensor, "rows prompt+response"] | Bool[Tensor, "rows prompt+response"]
 # Multimodal models count positions on several axes, [rows, axes, prompt+response].
 Positions = FullIds | Integer[Tensor, "rows axes prompt+response"]
+Routing = Integer[Tensor, "rows prompt+response layers chosen"]
 PerToken = Float[Tensor, "rows response"]
 
 # -- prompts ---------------------------------------------------------------------------------------
@@ -90,7 +91,16 @@ declare(
     "rollout",
     "engine's log-prob of each sampled token at the sampling temperature; 0 off the mask",
 )
+declare("loss_mask", ResponseMask, "rollout", "the response mask before any correction")
+declare("tool_mask", ResponseMask, "rollout", "1 on tokens that a model, not a tool, wrote")
+declare("weight_version", None, "rollout", "version of the weights that sampled the row")
+declare("routed_experts", Routing, "rollout", "experts that the engine chose for each token")
+declare("mm_token_type_ids", FullIds, "rollout", "1 on image ids, 2 on video ids")
+declare("image_grid_thw", None, "prompts", "patches of each image in time, height and width")
 declare("finish_reason", None, "rollout", "'stop' after a stop token, 'length' at the limit")
+# -- dispatch --------------------------------------------------------------------------------------
+declare("is_pad", None, "dispatch", "true on rows that only fill the batch up")
+declare("is_padding", None, "dispatch", "the same under another name")
 # -- reward ----------------------------------------------------------------------------------------
 declare("score", None, "reward", "scalar score of the row")
 declare("rm_scores", PerToken, "reward", "token-level scores as the reward stage returns them")

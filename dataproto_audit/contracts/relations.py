@@ -16,7 +16,7 @@ from dataproto_audit.contracts.check import Violation
 from dataproto_audit.contracts.dims import expected_rows, factor_story
 from dataproto_audit.contracts.rows import KEY_FIELDS, Index, RowState, alike, differing
 from dataproto_audit.contracts.stages import Stage
-from dataproto_audit.fingerprint import Hashes
+from dataproto_audit.fingerprint import Hashes, object_hash
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,13 @@ def compare_expanded(origin: RowState, after: RowState, factor: int) -> list[Row
     name = "uid" if "uid" in wrong else next(iter(wrong))
     rows, old = wrong[name], origin.objects[name]
     tiled = _picked(np.arange(after.rows) % origin.rows)(old)
-    causes: tuple[str, ...] = ("row_permutation",)
     evidence: dict[str, object] = {"also": ", ".join(sorted(set(wrong) - {name})) or "none"}
     if alike(tiled, after.objects[name]):
-        causes = ("tiled_groups", "row_permutation")
+        causes: tuple[str, ...] = ("tiled_groups", "row_permutation")
         evidence["un-tiled"] = f"rows wrong: {len(rows)} -> 0"
+    else:
+        new = object_hash(after.objects[name])
+        causes = _why_other_prompts(name, object_hash(old), new, factor)
     return [
         RowViolation(
             "DPA404" if name == "uid" else "DPA105",
@@ -95,6 +97,16 @@ def compare_expanded(origin: RowState, after: RowState, factor: int) -> list[Row
             tuple(rows),
         )
     ]
+
+
+def _why_other_prompts(name: str, old: Hashes, new: Hashes, factor: int) -> tuple[str, ...]:
+    """Causes from the values themselves: unknown ones are new, known ones were moved or copied."""
+    if name != "uid" or np.array_equal(np.sort(old.repeat(factor)), np.sort(new)):
+        return ("row_permutation",)
+    known, counts = np.isin(new, old), np.unique(new, return_counts=True)[1]
+    if not known.any() and (counts == 1).all():
+        return ("uid_after_repeat", "split_group")
+    return ("split_group", "uid_reused")
 
 
 def permutation(before: RowState, after: RowState, names: Sequence[str]) -> Index | None:
@@ -175,6 +187,9 @@ def _in_place(
                 tuple(rows.tolist()),
             )
             return
+        if _only_lost(before, after, names):
+            yield _lost_rows(place, _total(before, names), _total(after, names))
+            return
     for name in changed:
         yield _changed(place, before, after, name)
 
@@ -196,15 +211,18 @@ def _changed(place: str, before: RowState, after: RowState, name: str) -> RowVio
 
 
 def _changed_columns(
-    before: RowState, after: RowState, name: str, rows: Index
+    before: RowState, after: RowState, name: str, rows: Index, index: Index | None = None
 ) -> dict[int, tuple[int, ...]]:
-    """Columns that differ; empty when the old values were overwritten in place."""
+    """Columns that differ; empty when the old values were overwritten in place.
+
+    With an ``index`` row i is compared with row ``index[i]`` before.
+    """
     old, new = before.view.numpy(name), after.view.numpy(name)
     if name in after.objects or old.shape != new.shape or new.ndim != 2:
         return {}
     if np.may_share_memory(old, new):
         return {}
-    old, new = old[rows], new[rows]
+    old, new = old[rows if index is None else index[rows]], new[rows]
     differs = (old != new) & ~((old != old) & (new != new))
     return {
         int(row): tuple(np.flatnonzero(cells).tolist())
@@ -235,6 +253,9 @@ def _torn(
     place: str, before: RowState, after: RowState, names: Sequence[str]
 ) -> Iterable[RowViolation]:
     """No one permutation fits all fields: find the fields that did not move with the others."""
+    if _only_lost(before, after, names):
+        yield _lost_rows(place, _total(before, names), _total(after, names))
+        return
     for left_out in _suspects(after, names):
         anchors = [n for n in names if n not in left_out]
         if anchors and permutation(before, after, anchors) is not None:
@@ -245,6 +266,12 @@ def _torn(
         yield from _apart(before, after, keys, [n for n in names if n not in keys])
         return
     yield _lost_rows(place, _total(before, keys or names), _total(after, keys or names))
+
+
+def _only_lost(before: RowState, after: RowState, names: Sequence[str]) -> bool:
+    """True where every row is, in all fields, one of those before: some twice, others not."""
+    old, new = _total(before, names), _total(after, names)
+    return bool(np.isin(new, old).all())
 
 
 def _suspects(after: RowState, names: Sequence[str]) -> Iterable[list[str]]:
@@ -268,6 +295,7 @@ def _apart(
         return
     name, rows = next(iter(wrong.items()))
     moved = np.array_equal(np.sort(before.hashes(name)), np.sort(after.hashes(name)))
+    index = permutation(before, after, anchors)
     yield RowViolation(
         "DPA106",
         name,
@@ -276,6 +304,7 @@ def _apart(
         {"also": ", ".join(list(wrong)[1:])} if len(wrong) > 1 else {},
         ("row_permutation",) if moved else ("field_overwritten", "row_permutation"),
         tuple(rows),
+        {} if index is None else _changed_columns(before, after, name, np.array(rows), index),
     )
 
 

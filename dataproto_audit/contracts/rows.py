@@ -8,7 +8,6 @@ changed from within is not seen.
 """
 
 from collections.abc import Iterator, Sequence
-from copy import copy
 from typing import Any
 
 import numpy as np
@@ -61,7 +60,8 @@ class RowState:
 
     def again(self) -> "RowState":
         """This state at the next boundary of an untouched batch."""
-        state = copy(self)
+        state = RowState.__new__(RowState)
+        state.__dict__ |= self.__dict__
         state.same = frozenset(self.view.names)
         return state
 
@@ -122,17 +122,17 @@ class RowState:
         uids = self.objects.get("uid", uids)
         if uids is None or len(uids) != self.rows:
             uids = ["-"] * self.rows
-        marks, text = [0] * self.rows, ""
+        names = [str(uid) for uid in uids]
         parts = [self.hashes(n) for n in KEY_FIELDS if n in self.view.tensors and self.whole(n)]
-        if parts:
+        if parts and names:
             total = sum(parts[1:], parts[0])
-            marks, text = total.tolist(), total.astype(">u8").tobytes().hex()
-        seen: dict[tuple[str, int], int] = {}
+            marks = total.astype(">u8").tobytes().hex("/", 8).split("/")
+            names = [f"{name}/{mark}" for name, mark in zip(names, marks, strict=True)]
+        seen: dict[str, int] = {}
         keys = []
-        for at, row in enumerate(zip(map(str, uids), marks, strict=True)):
-            seen[row] = occurrence = seen.get(row, -1) + 1
-            mark = f"/{text[16 * at : 16 * at + 16]}" if parts else ""
-            keys.append(f"{row[0]}{mark}/{occurrence}")
+        for name in names:
+            seen[name] = occurrence = seen.get(name, -1) + 1
+            keys.append(f"{name}/{occurrence}")
         return tuple(keys)
 
 

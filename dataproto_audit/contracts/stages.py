@@ -59,7 +59,7 @@ class Prompts(Stage):
 
     name = "prompts"
     adds = ("uid", "raw_prompt")
-    may_add = ("prompt_ids", "data_source", "reward_model", "extra_info", "index", "temperature")
+    may_add = (*PROMPT_SIDE[2:], "image_grid_thw", "temperature")
     fresh = True
     own_input = True
 
@@ -71,7 +71,10 @@ class Rollout(Stage):
     rows = EXPAND_N
     reads = ("uid",)
     adds = (*TOKENS, "response_mask")
-    may_add = ("uid", "rollout_log_probs", "finish_reason", "sampling")
+    may_add = (
+        "uid", "rollout_log_probs", "finish_reason", "sampling", "loss_mask", "tool_mask",
+        "weight_version", "routed_experts", "mm_token_type_ids", "image_grid_thw",
+    )  # fmt: skip
     fresh = True
 
 
@@ -90,6 +93,14 @@ class Balance(Stage):
     name = "balance"
     rows = PERMUTE
     reads = ("attention_mask",)
+
+
+class Dispatch(Stage):
+    """Rows cut over ranks and micro-batches; a worker gets its own rows and nothing else."""
+
+    name = "dispatch"
+    reads = ("attention_mask",)
+    may_add = ("is_pad", "is_padding")
 
 
 class Reward(Stage):

@@ -4,7 +4,7 @@ The trail holds two states: that of the last boundary of the step's batch, and t
 before the repeat. Batches of their own (weight sync, validation) leave it as it is.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,6 +16,9 @@ from dataproto_audit.contracts.stages import Stage
 
 CONSUMED = ("entropys",)
 """Fields that the driver turns into a metric and drops between two stages."""
+
+LASTING = ("temperature", "global_steps")
+"""Meta entries that hold for the whole step once the batch carries them."""
 
 
 @dataclass
@@ -53,6 +56,7 @@ class Trail:
         self.settings = settings
         self.state: RowState | None = None
         self.origin: RowState | None = None
+        self._meta: dict[str, Any] = {}
         self.begun = False
         """True once a batch has left a stage: what it carries has been looked at."""
 
@@ -69,6 +73,12 @@ class Trail:
             state = RowState(view, previous)
         compare = self._entered if when == "before" else self._left
         crossing = compare(stage, previous, state)
+        sides = stage.name == "union" and when == "before"  # of a merge: each has meta of its own
+        if previous is not None and view.meta and not (stage.fresh or sides or crossing.reason):
+            lost = _meta_lost(stage.name, self._meta, view.meta, when)
+            crossing.violations = [*crossing.violations, *lost]
+        if not stage.own_input or stage.name == "prompts":
+            self._meta = {name: view.meta[name] for name in LASTING if name in view.meta}
         begins = stage.name == "prompts" and when == "after"
         if begins or not stage.own_input:
             self.state = state
@@ -101,9 +111,7 @@ class Trail:
         may_drop: Collection[str] | None = None if stage.fresh else CONSUMED
         place = f"what happens before {stage.name}"
         found = compare_unchanged(place, previous, state, may_drop=may_drop)
-        seen.violations = [
-            replace(v, code="DPA113", causes=("changed_between_stages", *v.causes)) for v in found
-        ]
+        seen.violations = [replace(v, code="DPA113", causes=_between(v.causes)) for v in found]
         return seen
 
     def _left(self, stage: type[Stage], previous: RowState | None, state: RowState) -> Crossing:
@@ -123,6 +131,26 @@ class Trail:
             found += compare_expanded(self.origin, state, self.settings.n)
         seen.violations = found
         return seen
+
+
+def _between(causes: tuple[str, ...]) -> tuple[str, ...]:
+    """``changed_between_stages`` before what is only supposed, behind what the rows show."""
+    supposed = causes[:1] in ((), ("field_overwritten",), ("field_forgotten",))
+    return ("changed_between_stages", *causes) if supposed else (*causes, "changed_between_stages")
+
+
+def _meta_lost(
+    place: str, before: Mapping[str, Any], after: Mapping[str, Any], when: str
+) -> Iterator[Violation]:
+    """Meta entries of the whole run that were there at the boundary before."""
+    code, kept = ("DPA107", f"kept by {place}")
+    if when == "before":
+        code, kept = "DPA113", f"kept by what happens before {place}"
+    for name in before:
+        if name not in after:
+            evidence = {"it was": str(before[name])}
+            causes = ("meta_lost", "field_forgotten")
+            yield Violation(code, f"meta_info.{name}", kept, "gone", evidence, causes)
 
 
 def _not_compared(seen: Crossing, reason: str) -> Crossing:

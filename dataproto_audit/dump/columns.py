@@ -6,7 +6,7 @@ its column is ``InternalError`` DPA903 with table and column, never a silent con
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -24,6 +24,8 @@ _NUMPY: dict[str, np.dtype[Any]] = {
     "f32": np.dtype(np.float32),
     "bool": np.dtype(np.bool_),
 }
+_EXACT = {"i64": int, "i32": int, "f64": float}
+"""Lists of this type alone (and None) need no other look: numpy refuses what does not fit."""
 _SCALARS = (str, bytes, int, float, bool, type(None), np.generic)
 
 
@@ -98,15 +100,20 @@ def _text(value: Any) -> pa.Array:
         return _mixed_text(items)
     if not joined.isascii():
         return _mixed_text(items)
-    ends = np.zeros(len(items) + 1, np.int32)
-    np.cumsum(list(map(len, items)), out=ends[1:])
+    ends = _ends(map(len, items), len(items))
     return _from_buffers(pa.string(), len(items), None, ends, joined.encode())
+
+
+def _ends(lengths: Iterable[int], count: int) -> np.ndarray[Any, Any]:
+    """Where each of ``count`` texts ends in their joined bytes, behind a zero."""
+    ends = np.zeros(count + 1, np.int32)
+    np.add.accumulate(np.fromiter(lengths, np.int32, count), out=ends[1:])
+    return ends
 
 
 def _mixed_text(items: Sequence[Any]) -> pa.Array:
     encoded = [b"" if item is None else _utf8(item) for item in items]
-    ends = np.zeros(len(encoded) + 1, np.int32)
-    np.cumsum([len(item) for item in encoded], out=ends[1:])
+    ends = _ends(map(len, encoded), len(encoded))
     missing = np.fromiter((item is None for item in items), bool, len(encoded))
     return _from_buffers(pa.string(), len(encoded), missing, ends, b"".join(encoded))
 
@@ -120,6 +127,13 @@ def _numbers(value: Any, kind: str) -> pa.Array:
     wanted = _NUMPY[kind]
     if isinstance(value, np.ndarray) and value.dtype == wanted and value.ndim == 1:
         return _packed(value.copy(), None, kind)
+    if isinstance(value, (list, tuple)) and (plain := _EXACT.get(kind)):
+        types = set(map(type, value))
+        if types == {plain}:
+            return _packed(np.array(value, wanted), None, kind)
+        if types == {plain, type(None)}:
+            filled = np.array([0 if item is None else item for item in value], wanted)
+            return _packed(filled, np.array([item is None for item in value]), kind)
     values, missing = _present(value)
     if values.ndim != 1:
         raise ValueError(f"an array of shape {values.shape}, one axis expected")

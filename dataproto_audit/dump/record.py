@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from dataproto_audit.batch import Array, BatchView, Block
+from dataproto_audit.narrow import row_max, row_sum
 
 FieldRow = tuple[Any, ...]
 SAMPLED_ROWS = 2
@@ -42,13 +43,13 @@ class RowReader:
     @cached_property
     def trained(self) -> Array:
         """Trained tokens of each row."""
-        out: Array = self.block.mask.sum(1, dtype=np.int32)
+        out: Array = row_sum(self.block.mask, np.int32)
         return out
 
     @cached_property
     def lengths(self) -> Array:
         """Attended response tokens of each row."""
-        out: Array = self.block.response_attention.sum(1, dtype=np.int32)
+        out: Array = row_sum(self.block.response_attention, np.int32)
         return out
 
     @cached_property
@@ -60,7 +61,7 @@ class RowReader:
         except (TypeError, ValueError):
             pass  # other things than numbers
         tokens = self.tensor("token_level_scores")
-        return None if tokens is None else tokens.sum(1, dtype=np.float64)
+        return None if tokens is None else row_sum(tokens, np.float64)
 
     @cached_property
     def advantage(self) -> Array | None:
@@ -69,7 +70,7 @@ class RowReader:
         if values is None:
             return None
         kept = np.where(self.block.mask, values, 0.0)
-        out: Array = kept.sum(1, dtype=np.float64) / np.maximum(self.trained, 1)
+        out: Array = row_sum(kept, np.float64) / np.maximum(self.trained, 1)
         return out
 
     def gap(self, left: str, right: str) -> Array | None:
@@ -79,7 +80,7 @@ class RowReader:
             return None
         gap = np.abs(a - b)
         gap[~self.block.mask] = 0.0
-        out: Array = gap.max(1, initial=0.0)
+        out: Array = row_max(gap)
         return out
 
 
@@ -101,8 +102,19 @@ def short_dtype(view: BatchView, name: str) -> str:
 _SHORT: dict[Any, str] = {}
 
 
-def field_row(view: BatchView, stage: str, when: str, name: str, fingerprint: str) -> FieldRow:
-    """One row of the ``fields`` table: dtype, shape and range of a field at a boundary."""
+def field_row(
+    view: BatchView,
+    stage: str,
+    when: str,
+    name: str,
+    fingerprint: str,
+    known: FieldRow | None = None,
+) -> FieldRow:
+    """One row of the ``fields`` table: dtype, shape and range of a field at a boundary.
+
+    ``known`` is an earlier row of this field: with the same fingerprint it holds the same rows in
+    some order, and is not measured again.
+    """
     head = (stage, when, name, short_dtype(view, name))
     tensor = view.tensors.get(name)
     values = view.numpy(name)
@@ -111,6 +123,8 @@ def field_row(view: BatchView, stage: str, when: str, name: str, fingerprint: st
         shape = ",".join(map(str, values.shape))
         return (*head, f"[{shape}]", size, None, None, None, None, None, None, fingerprint or None)
     shape = ",".join(str(n) if isinstance(n, int) else "*" for n in tensor.shape)
+    if known is not None and (*known[3:6], known[-1]) == (head[3], f"[{shape}]", size, fingerprint):
+        return (*head, *known[4:])
     low, high, mean, nan, inf, covered = None, None, None, 0, 0, None
     if values.size:
         covered = np.count_nonzero(values) / values.size
@@ -146,7 +160,7 @@ def rows_columns(
         "row": np.arange(count, dtype=np.int32),
         "row_key": keys,
         "uid": uids,
-        "prompt_length": rows.block.attended[:, :width].sum(1, dtype=np.int32),
+        "prompt_length": row_sum(rows.block.attended[:, :width], np.int32),
         "response_length": rows.lengths,
         "trained_tokens": rows.trained,
         "score": rows.scores,

@@ -130,7 +130,7 @@ def _json(name: str, meaning: str) -> Column:
 
 
 _STEP = Column("step", "i64", "step", "training step, from 1; 0 is before training", at_least=0)
-_STAGE = _s("stage", "stage of the loop")
+_STAGE = _s("stage", "stage of the loop, or 'end of step'")
 _WHEN = _s("when", "side of the stage", choices=("before", "after"))
 _ROW = _i("row", "index", "position in the batch that the policy was trained on")
 _KEY = _s("row_key", "identity of the row through the step")

@@ -35,8 +35,9 @@ from dataproto_audit.findings import Finding
 MAX_WAITING_BYTES = 32 << 20
 """Kept in memory while the disk refuses; beyond it whole steps are given up, and counted."""
 
-COMPRESS_FROM = 128
-"""Rows from which a batch is compressed (lz4): below, compressing costs more than writing."""
+COMPRESS_FROM = 1024
+"""Rows from which a batch is compressed (lz4): below, compressing costs more than writing (0.27 ms
+of a step's CPU time for 39 KB of a 69 KB table of 512 rows, which Parquet compresses later)."""
 
 _Part = Block | list[tuple[Any, ...]]
 
@@ -114,8 +115,9 @@ class TableWriter:
         Nullable columns may be left out, ``step`` must be. The values are copied, so arrays may be
         reused at once. Best for many rows; see :meth:`append_rows` for few.
         """
-        with self._timed():
-            self._parts[table].append(make_block(table, columns))
+        start = time.thread_time()
+        self._parts[table].append(make_block(table, columns))
+        self.cpu_s += time.thread_time() - start
 
     def append_rows(self, table: str, rows: Iterable[tuple[Any, ...]]) -> None:
         """Add rows given as tuples of all columns but ``step``, in the declared order."""

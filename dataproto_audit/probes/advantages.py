@@ -1,28 +1,30 @@
-"""Advantages against their float64 recomputation (DPA408, DPA409).
+"""Group-relative advantages against their float64 recomputation (DPA408, DPA409).
 
-Covered: the group-relative estimators, which need rewards, mask and uid alone. Not covered: GAE and
-the others that need values or a discount, and several outputs of one session that share one
-advantage.
+Covered: the estimators that need rewards, mask and uid alone; those that walk over tokens are in
+:mod:`.returns`. Not covered: several outputs of one session that share one advantage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from dataproto_audit.batch import BatchView
 from dataproto_audit.findings import Finding
+from dataproto_audit.narrow import row_sum
+from dataproto_audit.probes.advantage_causes import (
+    NORMALISED,
+    Rule,
+    explain_group_advantages,
+)
 from dataproto_audit.probes.context import Context, group_codes
 from dataproto_audit.probes.registry import probe, unchecked
 from dataproto_audit.reference import rules
 from dataproto_audit.reference.groups import GroupStats, rounding_bound, stats_of_codes
-
-Rule = Callable[[GroupStats], Tensor]
 
 NEEDS = ("advantages", "token_level_rewards", "response_mask", "uid", "settings.adv_estimator")
 RULES: dict[str, dict[bool, Rule]] = {
@@ -33,17 +35,24 @@ RULES: dict[str, dict[bool, Rule]] = {
     "opo": {False: rules.length_weighted_baseline},
 }
 """By estimator, and by whether it divides by the group's std."""
+ALIASES = {"rloo_vectorized": "rloo", "grpo_vectorized": "grpo"}
+"""Second implementations of one estimator."""
 RELATIVE = 1e-5
 
 
 def _group_relative(ctx: Context) -> str:
     estimator = ctx.settings.adv_estimator
-    return "" if estimator is None or estimator in RULES else f"{estimator} is not group-relative"
+    known = estimator is None or _named(estimator) in RULES
+    return "" if known else f"{estimator} is not group-relative"
+
+
+def _named(estimator: str | None) -> str:
+    return ALIASES.get(str(estimator), str(estimator))
 
 
 def _group_stats(view: BatchView, ctx: Context, *, with_lengths: bool) -> GroupStats:
     """Statistics of the rows' scores by uid; lengths only where a rule looks at them."""
-    scores = view.numpy("token_level_rewards").sum(1, dtype=np.float64)
+    scores = row_sum(view.numpy("token_level_rewards"), np.float64)
     codes = torch.from_numpy(group_codes(view, ctx)[0])
     lengths = None
     if with_lengths:
@@ -64,20 +73,23 @@ def advantage_recomputed(
 
     The tolerance is what rounding of rewards, mean and std can explain in each group. Where it is
     not known whether the estimator divides by the std, either form will do. Groups with a reward
-    that is not finite are left to the finite check.
+    that is not finite are left to the finite check. With groups of different sizes and no n it is a
+    ``warn``: rows may be several outputs of one session, which share an advantage.
     """
-    estimator = str(ctx.settings.adv_estimator)
-    groups = _group_stats(view, ctx, with_lengths=estimator == "opo")
+    estimator = _named(ctx.settings.adv_estimator)
     known, by_std = RULES[estimator], ctx.settings.norm_adv_by_std
     forms = [by_std] if by_std in known else sorted(known, reverse=True)
-    wants = [unchecked(known[bool(form)])(groups).numpy()[:, None] for form in forms]
+    with torch.inference_mode():  # nothing is differentiated: half the cost of small tensors
+        groups = _group_stats(view, ctx, with_lengths=estimator == "opo")
+        wants = [unchecked(known[bool(form)])(groups).numpy()[:, None] for form in forms]
     found, skipped = view.numpy("advantages"), view.numpy("response_mask") == 0
     for want in wants:
         close = np.abs(found - want) <= RELATIVE * np.maximum(1.0, np.abs(want))
-        if (close | skipped).all():
+        if np.logical_or(close, skipped, out=close).all():
+            yield from _returns_differ(view, ctx, skipped)
             return
     size = np.abs(view.numpy("token_level_rewards")).sum(1, dtype=np.float64)
-    worst: tuple[Any, Any, Any] | None = None
+    worst: tuple[Rule, Any, Any, Any] | None = None
     for form, want in zip(forms, wants, strict=True):
         bound = rounding_bound(
             groups,
@@ -90,56 +102,57 @@ def advantage_recomputed(
         bad &= np.isfinite(want) & ~skipped
         if not bad.any():
             return
-        if worst is None or bad.sum() < worst[0].sum():  # the form that explains most
-            worst = bad, want, bound
+        if worst is None or bad.sum() < worst[1].sum():  # the form that explains most
+            worst = known[bool(form)], bad, want, bound
     if worst is not None:
         groups = _group_stats(view, ctx, with_lengths=True)
-        yield _wrong(ctx, groups, found, ~skipped, *worst)
+        yield _wrong(ctx, groups, worst[0], found, ~skipped, *worst[1:])
 
 
 def _wrong(
-    ctx: Context, groups: GroupStats, found: Any, trained: Any, bad: Any, want: Any, bound: Any
-) -> Finding:
+    ctx: Context, groups: GroupStats, rule: Rule, found: Any, on: Any, bad: Any, want: Any,
+    bound: Any,
+) -> Finding:  # fmt: skip
     row, column = np.argwhere(bad)[0]
-    evidence: dict[str, Any] = {
-        "estimator": ctx.settings.adv_estimator,
-        "max error": float(np.abs(found - want)[bad].max()),
-        "bound": float(bound[row]),
-    }
-    causes = []
-    rule = _rule_that_fits(groups, found, trained)
-    if rule:
-        evidence["rule that fits"] = rule
-        causes.append("wrong_group_normalisation")
-    else:
-        whole = np.broadcast_to(want, found.shape)
-        mine, theirs = np.sort(found[trained]), np.sort(whole[trained])
-        tiled = ["tiled_groups"] if np.allclose(mine, theirs, atol=1e-4) else []
-        causes += ["row_permutation", *tiled, "wrong_group_normalisation"]
+    told = explain_group_advantages(groups, rule, found, on, bad, want)
+    sessions = ctx.settings.n is None and bool((groups.size != groups.size[0]).any())
     return ctx.fail(
         "advantages",
         cells=bad,
+        severity="warn" if sessions else None,
         expected=f"{want[row, 0]:.6g} at row {row}, column {column}",
         actual=f"{found[row, column]:.6g}",
-        evidence=evidence,
-        causes=causes,
+        evidence={
+            "estimator": ctx.settings.adv_estimator,
+            "max error": float(np.abs(found - want)[bad].max()),
+            "bound": float(bound[row]),
+            **told.evidence,
+        },
+        causes=told.causes,
+        hint="all right where rows of one session share one advantage" if sessions else told.hint,
     )
 
 
-def _rule_that_fits(groups: GroupStats, found: Any, trained: Any) -> str:
-    """The group rule that explains advantages ``[B,R]`` constant along each row; '' if none."""
-    rows = trained.any(1)
-    high = np.where(trained, found, -np.inf).max(1)
-    low = np.where(trained, found, np.inf).min(1)
-    if not (high == low)[rows].all():
-        return ""
-    advantage = torch.from_numpy(np.where(rows, high, np.nan).astype(np.float64))
-    if not bool(rows.all()):  # rows without trained tokens say nothing: judge the others
-        kept = torch.from_numpy(np.flatnonzero(rows))
-        groups = stats_of_codes(groups.scores[kept], groups.codes[kept], groups.lengths[kept])
-        advantage = advantage[kept]
-    fits = [f for f in rules.fit_group_rules(groups, advantage) if f.max_error < 1e-4]
-    return f"{fits[0].rule.name} (max error {fits[0].max_error:.2g})" if fits else ""
+def _returns_differ(view: BatchView, ctx: Context, skipped: Any) -> Iterable[Finding]:
+    """Returns, where there are any, are the advantages: there is no critic to learn from them."""
+    if "returns" not in view.tensors or "returns" in ctx.broken:
+        return
+    found, want = view.numpy("returns"), view.numpy("advantages")
+    if found is want:
+        return
+    bad = ~(np.abs(found - want) <= RELATIVE * np.maximum(1.0, np.abs(want)))
+    bad &= ~skipped & ~(np.isnan(found) & np.isnan(want))
+    if bad.any():
+        row, column = np.argwhere(bad)[0]
+        yield ctx.fail(
+            "returns",
+            cells=bad,
+            severity="warn",
+            expected=f"the advantage {want[row, column]:.6g} at row {row}, column {column}",
+            actual=f"{found[row, column]:.6g}",
+            evidence={"estimator": ctx.settings.adv_estimator},
+            causes=("field_overwritten", NORMALISED),
+        )
 
 
 @probe(

@@ -13,6 +13,10 @@ from dataproto_audit.batch import BatchView
 from dataproto_audit.findings import Finding, OutcomeKind, Severity, When
 from dataproto_audit.fingerprint import frozen
 
+NOTES = ("ranks", "losses")
+"""Evidence that is a list of mappings: one of each rank, or mini-batch."""
+TABLES = ("sampling", "metrics", "sync_probe", "trainer_checksum", "engine_checksum")
+"""Evidence that is a mapping."""
 MAX_CELLS = 100_000
 """Cells that a finding lists one by one; of more it lists the rows and counts the cells."""
 
@@ -43,7 +47,28 @@ class Settings:
     max_response_length: int | None = None
     vocab_size: int | None = None
     world_size: int | None = None
+    """Data-parallel ranks that the rows are cut over."""
+    tp_size: int | None = None
+    cp_size: int | None = None
+    sp_size: int | None = None
+    micro_batch_size: int | None = None
+    actor_micro_batch_size: int | None = None
     max_token_len: int | None = None
+    ppo_epochs: int | None = None
+    gamma: float | None = None
+    lam: float | None = None
+    exact_log_probs: bool | None = None
+    """True where engine and trainer are declared to compute bit-equal log-probs."""
+    tool_ids: tuple[int, ...] | None = None
+    """Ids that only tools write."""
+    image_ids: tuple[int, ...] | None = None
+    """Ids that stand for pieces of an image."""
+    merge_size: int | None = None
+    """Image patches in each direction that one image id stands for."""
+    log_prob_token: float | None = None
+    """Nats that log-probs of one token may differ by; from the precision where it is not set."""
+    log_prob_mean: float | None = None
+    """The same for the mean over tokens."""
     trainer_dtype: str | None = None
     rollout_dtype: str | None = None
     ref_from_actor: bool | None = None
@@ -58,7 +83,8 @@ class Settings:
 
     def factors(self) -> dict[str, int]:
         """Known counts that may explain a wrong size."""
-        named = {"n": self.n, "dp": self.world_size}
+        named = {"n": self.n, "dp": self.world_size, "tp": self.tp_size, "cp": self.cp_size,
+                 "sp": self.sp_size}  # fmt: skip
         return {name: value for name, value in named.items() if value and value > 1}
 
 
@@ -88,9 +114,26 @@ class Context:
     """Shared between probes of one step: structures that depend on ids alone."""
     broken: Mapping[str, str] = field(default_factory=dict)
     """Fields that break their declaration at this boundary, and how; probes do not read them."""
+    model: Any = None
     check: str = ""
     code: str = ""
     severity: Severity = "fail"
+
+    def given(self, name: str) -> Any:
+        """What the producer passed along under ``name``; None where it is of another kind than
+        documented. A batch's meta entries count too, and may use the name for something else.
+        """
+        value = self.evidence.get(name)
+        if name in NOTES:
+            if not isinstance(value, (list, tuple)):
+                return None
+            return value if all(isinstance(note, Mapping) for note in value) else None
+        return None if name in TABLES and not isinstance(value, Mapping) else value
+
+    def number(self, name: str) -> float | None:
+        """The same, where it is a number."""
+        value = self.given(name)
+        return value if isinstance(value, (int, float)) else None
 
     def measure(self, name: str, value: float) -> None:
         """Record a metric of this step; it goes to the ``steps`` table and to the history."""
@@ -165,8 +208,35 @@ def group_codes(view: BatchView, ctx: Context) -> tuple[NDArray[np.int64], list[
     mark = ("groups", id(uids))
     found = ctx.cache.get(mark)
     if found is None or found[2] != listed:
-        same = [uid if isinstance(uid, str) else str(frozen(uid)) for uid in listed]
+        same = listed
+        if set(map(type, listed)) != {str}:
+            same = [uid if isinstance(uid, str) else str(frozen(uid)) for uid in listed]
         number = {uid: place for place, uid in enumerate(dict.fromkeys(same))}
         codes = np.fromiter(map(number.__getitem__, same), np.int64, len(same))
         found = ctx.cache[mark] = (codes, list(number), listed, uids)
     return found[0], found[1]
+
+
+def filling_rows(view: BatchView) -> NDArray[np.bool_] | None:
+    """Rows that only fill the batch up (``is_padding``, ``is_pad``), ``[rows]``.
+
+    None where there is no such flag, or not exactly one a row.
+    """
+    name = next((n for n in ("is_padding", "is_pad") if n in view), None)
+    if name is None:
+        return None
+    flags = view.numpy(name).reshape(-1).tolist()
+    if len(flags) != view.rows or not all(isinstance(f, (bool, int, float)) for f in flags):
+        return None
+    return np.array([flag != 0 for flag in flags], np.bool_)
+
+
+def row_numbers(view: BatchView, name: str) -> NDArray[np.float64] | None:
+    """A field with one number a row, as float64 ``[rows]``; None where it is missing or none."""
+    if name not in view:
+        return None
+    try:
+        numbers = np.asarray(view.numpy(name)).reshape(-1).astype(np.float64)
+    except (TypeError, ValueError):
+        return None
+    return numbers if len(numbers) == view.rows and np.isfinite(numbers).all() else None

@@ -1,37 +1,49 @@
-"""Differential diagnosis of a log-prob gap: apply the inverse of a cause and measure again.
+"""Differential diagnosis of a log-prob gap: causes are tested, and those that fit come first.
 
-Causes tried: a shift by one or two columns of either side, and rows in another order. The cause
-whose repair silences the gap is named first, with the numbers. Which of the two sides is wrong is
-told by shared prefixes, where one side contradicts itself. A slope other than 1 of one side on the
-other points to another temperature; that one is not repaired here, since it takes logits.
+In this order: repairs that set the cells right again (shift, other rows, zeros that stand for
+nothing); where the two disagree (one place, few rows, rows of older weights, neighbours in a
+pack); and, where they disagree everywhere, how: by one offset, by a factor (temperature), by an
+offset for each prefix (sampling filter), differently in each row (dropout). What is left is other
+weights. Which of the two sides is wrong is told by shared prefixes, where one contradicts itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from dataproto_audit.batch import BatchView
 from dataproto_audit.findings import Finding
-from dataproto_audit.probes.context import Context
+from dataproto_audit.probes import repairs, shapes
+from dataproto_audit.probes.context import Context, row_numbers
 from dataproto_audit.probes.noise import Noise
+from dataproto_audit.probes.relation import Relation, relation
+from dataproto_audit.probes.repairs import Cause, Sides
 from dataproto_audit.probes.trie import contradictions
 
-SHIFTS = (1, -1, 2, -2)
-REPAIRED = 0.1
-"""A repair counts when it leaves at most this share of the mean gap."""
-MAX_ROWS = 64
-"""Rows for which another row is searched that fits."""
-TELLING = 3
-"""Tokens from which a row does not fit another one by chance."""
 WRITERS = {
     "rollout_log_probs": "rollout",
     "old_log_probs": "old_log_prob",
     "ref_log_prob": "ref_log_prob",
     "update_log_probs": "update_actor",
 }
+USUAL = {
+    "rollout_log_probs": ("stale_rollout_weights", "temperature_mismatch", "precision"),
+    "ref_log_prob": (
+        "reference_not_frozen", "temperature_mismatch", "dropout_on", "precision",
+    ),
+    "update_log_probs": ("dropout_on", "temperature_mismatch", "precision"),
+}  # fmt: skip
+"""What is usual where nothing fits, by the field that tells: the first that is one of the two."""
+TESTS = 3
+"""Tokens beyond one a prefix from which a factor or an offset is tested."""
+FIT = 0.05
+"""A factor or an offset fits when it leaves at most this share of the gap."""
+REPEATED = 2
+"""Tokens that rows share from which scatter between rows is a fact."""
 
 
 def explain_gap(
@@ -56,33 +68,26 @@ def explain_gap(
     convicted = bool(own) and other == 0
     if convicted:
         evidence["contradicts itself over shared prefixes"] = f"{suspect}, {own} times"
-    wrong, right = view.numpy(suspect), view.numpy(witness)
-    mask = view.numpy("response_mask") != 0
-    gap = np.abs(np.subtract(wrong, right, dtype=np.float64))
-    mask &= np.isfinite(gap)
-    before = float(gap[bad].mean())
+    sides = _sides(view, bad, suspect, witness, noise)
+    size = np.abs(sides.gap)[sides.mask]
     evidence |= {
-        "max gap": float(gap[mask].max(initial=0.0)),
-        "mean gap": float(gap[mask].mean()),
+        "max gap": float(size.max(initial=0.0)),
+        "mean gap": float(size.mean()),
         "noise model": noise.name,
         "bound per token": noise.token,
         "bound on mean": noise.mean,
     }
-    ranked: list[tuple[float, str]] = []
-    shift, left = _best_shift(wrong, right, mask)
-    if left <= REPAIRED * before:
-        evidence[f"shift by {shift:+d}"] = f"mean gap {before:.3g} -> {left:.3g}"
-        ranked.append((left, "shift"))
-    left = _reordered(wrong, right, mask, bad)
-    if left <= min(REPAIRED * before, noise.token or noise.mean):
-        evidence["rows matched anew"] = f"mean gap {before:.3g} -> {left:.3g}"
-        ranked.append((left, "row_permutation"))
-    slope = evidence["slope"] = _slope(wrong[mask], right[mask])
-    causes = [cause for _, cause in sorted(ranked)] + _usual(suspect, witness, slope)
+    undone = [cause for cause in _repaired(sides) if cause]
+    found = undone or [cause for cause in _placed(view, sides, convicted, suspect) if cause]
+    found = found or list(_everywhere(view, ctx, sides, suspect, witness))
+    for cause in found:
+        if cause.test:
+            evidence.setdefault(cause.test, cause.measured)
+    evidence["slope"] = shapes.slope_of(sides.wrong[sides.mask], sides.right[sides.mask])
+    causes = [c.name for c in found] + _usual(suspect, witness)
+    named = next((c.cells for c in found[:1] if c.cells is not None), sides.bad)
     shifted = causes[0] == "shift"
-    if shifted:
-        bad = mask & _moved(wrong, shift)
-    open_question = unknown and not ranked
+    open_question = unknown and not undone
     hints = [
         f"column t of {suspect} must score responses[:, t]" if shifted else "",
         f"tell {', '.join(unknown)}: they could explain the gap" if open_question else "",
@@ -92,72 +97,103 @@ def explain_gap(
         code="DPA304" if shifted else "",
         severity="info" if open_question else None,
         stage=WRITERS.get(suspect, "") if convicted else "",
-        cells=bad,
+        cells=named,
         expected=f"{suspect} equal to {witness} within {noise.name}",
-        actual=f"{int(bad.sum())} tokens in {int(bad.any(1).sum())} rows disagree",
+        actual=f"{int(named.sum())} tokens in {int(named.any(1).sum())} rows disagree",
         evidence=evidence,
         causes=causes,
         hint="; ".join(filter(None, hints)),
     )
 
 
-def _usual(suspect: str, witness: str, slope: float) -> list[str]:
-    """Causes without a repair, most likely first."""
-    if "ref_log_prob" in (suspect, witness):
-        return ["reference_not_frozen", "temperature_mismatch", "dropout_on", "precision"]
-    if "update_log_probs" in (suspect, witness):
-        return ["dropout_on", "temperature_mismatch", "precision"]
-    if abs(slope - 1.0) > 0.1:
-        return ["temperature_mismatch", "stale_rollout_weights", "precision"]
-    return ["stale_rollout_weights", "temperature_mismatch", "precision"]
+def _sides(view: BatchView, bad: Any, suspect: str, witness: str, noise: Noise) -> Sides:
+    wrong, right = (view.numpy(name).astype(np.float64) for name in (suspect, witness))
+    mask = (view.numpy("response_mask") != 0) & np.isfinite(wrong) & np.isfinite(right)
+    if "update_log_probs" in (suspect, witness):  # the others come from a policy that has moved
+        mask &= (view.numpy("mini_batch") == 0)[:, None]
+    wrong, right = (np.where(np.isfinite(v), v, 0.0) for v in (wrong, right))
+    return Sides(wrong, right, mask, bad, noise)
 
 
-def _best_shift(wrong: Any, right: Any, mask: Any) -> tuple[int, float]:
-    """The column shift of ``wrong`` that fits ``right`` best, and the mean gap it leaves."""
-    best, least = 0, np.inf
-    width = wrong.shape[1]
-    for shift in SHIFTS:
-        if abs(shift) >= width:
-            continue
-        kept = slice(max(0, shift), width + min(0, shift))
-        moved = slice(max(0, -shift), width + min(0, -shift))
-        both = mask[:, kept] & mask[:, moved]
-        if both.sum() < 2:
-            continue
-        left = float(np.abs(wrong[:, moved] - right[:, kept])[both].mean())
-        if left < least:
-            best, least = shift, left
-    return best, least
+def _repaired(sides: Sides) -> Iterable[Cause | None]:
+    yield repairs.shift(sides)
+    yield repairs.row_permutation(sides)
+    yield repairs.placeholder(sides)
 
 
-def _moved(wrong: Any, shift: int) -> Any:
-    """Cells ``[B,R]`` whose value is another one after the shift; those without a source count."""
-    width = wrong.shape[1]
-    source = np.arange(width) - shift
-    inside = (source >= 0) & (source < width)
-    return ~inside | (wrong != wrong[:, source.clip(0, width - 1)])
+def _older(view: BatchView, sides: Sides) -> Cause | None:
+    """Exactly rows of older weights disagree, as far as they have anything to disagree about."""
+    versions, rows = row_numbers(view, "weight_version"), sides.bad.any(1)
+    if versions is None or not (~rows & sides.mask.any(1)).any():
+        return None
+    older = versions < versions.max()
+    if not older.any() or (rows & ~older).any():
+        return None
+    said = f"{int(rows.sum())} of {int(older.sum())} rows of older weights disagree, no others"
+    return Cause("stale_rollout_weights", "weight_version", said)
 
 
-def _reordered(wrong: Any, right: Any, mask: Any, bad: Any) -> float:
-    """Mean gap when every bad row may take the best fitting row of the same length instead."""
-    lengths = mask.sum(1)
-    rows = np.flatnonzero(bad.any(1) & (lengths >= TELLING))[:MAX_ROWS]
-    if len(rows) < 2:
-        return np.inf
-    left = []
-    for row in rows:
-        others = np.flatnonzero((lengths == lengths[row]) & (np.arange(len(right)) != row))
-        if not len(others):
-            return np.inf
-        distance = np.abs(wrong[row] - right[others])[:, mask[row]]
-        left.append(float(distance.mean(1).min()))
-    return float(np.mean(left))
+def _placed(view: BatchView, sides: Sides, convicted: bool, suspect: str) -> Iterable[Cause | None]:
+    """Causes that the place of the disagreement tells."""
+    older = _older(view, sides)
+    place = shapes.one_place(sides) or shapes.from_a_column(sides)
+    few, some = shapes.few_rows(sides), shapes.some_rows(sides)
+    if not (older or place or few or some):
+        return
+    yield older
+    yield shapes.uniform(sides)
+    yield place
+    yield few
+    if some and not (place or few):
+        if convicted and suspect == "rollout_log_probs":
+            yield replace(some, name="stale_rollout_weights", cells=None)
+        yield some
+    for name in ("row_outlier", "cross_row_leakage", *(("shift",) if place else ())):
+        yield Cause(name, "", "")
 
 
-def _slope(wrong: Any, right: Any) -> float:
-    """Least-squares slope of ``right`` on ``wrong``; about 1/T for another temperature T."""
-    if len(wrong) < 2:
-        return 1.0
-    centred = wrong.astype(np.float64) - wrong.mean()
-    spread = float(centred @ centred)
-    return float(centred @ (right - right.mean()) / spread) if spread > 0 else 1.0
+def _everywhere(
+    view: BatchView, ctx: Context, sides: Sides, suspect: str, witness: str
+) -> Iterable[Cause]:
+    """Causes of a gap on all rows, told by its shape."""
+    small = shapes.uniform(sides)
+    if small:
+        yield small
+    sign = {suspect: 1.0, witness: -1.0}.get("rollout_log_probs")
+    filtered = shapes.one_sided(sides, sign=sign) if sign else None
+    related = relation(view, ctx, suspect, witness, sides.mask, sides.bound)
+    verdict = _related(related, filtered, sides) if related else None
+    if verdict:
+        yield verdict
+        return
+    sloped = shapes.sloped(sides)
+    if sloped and not (related and related.free >= TESTS):
+        yield sloped
+    if filtered:
+        yield filtered
+    if sloped:
+        yield sloped
+
+
+def _related(found: Relation, filtered: Cause | None, sides: Sides) -> Cause | None:
+    """What shared prefixes say: differently in each row, by a factor, by an offset, or nothing."""
+    if found.repeated >= REPEATED and found.scattered > 0.5:
+        said = f"the gap of {found.scattered:.0%} of {found.repeated} shared tokens is the row's"
+        return Cause("dropout_on", "scatter", said)
+    gap = float(np.sqrt(np.mean(sides.gap[sides.mask] ** 2)))
+    if found.free < TESTS:
+        return None
+    if filtered and found.apart <= max(FIT * gap, sides.bound / 2):
+        said = f"one offset for each prefix leaves {found.apart:.2g} of {gap:.2g} nats"
+        return Cause("sampling_filter", "offset", said)
+    if abs(found.slope - 1.0) > FIT and found.left <= max(FIT * found.apart, sides.bound / 2):
+        said = f"slope {found.slope:.3f} leaves {found.left:.2g} of {found.apart:.2g} nats"
+        return Cause("temperature_mismatch", "within a prefix", said)
+    return None
+
+
+def _usual(suspect: str, witness: str) -> list[str]:
+    for name in ("ref_log_prob", "update_log_probs"):
+        if name in (suspect, witness):
+            return list(USUAL[name])
+    return list(USUAL["rollout_log_probs"])

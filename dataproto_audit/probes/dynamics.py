@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import numbers
 import statistics
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ from dataproto_audit.probes.noise import noise_between
 from dataproto_audit.probes.registry import probe
 from dataproto_audit.probes.scan import masked_range, sum_of
 
+WEIGHTS = "audit/weights_hash"
+"""One number for the trainer's weights of a step."""
 WARM_UP = 20
 WINDOW = 50
 SPIKE_MADS = 25.0
@@ -136,12 +139,15 @@ def entropy_bounds(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> I
     entropy, mask = view.numpy("entropys"), view.numpy("response_mask") != 0
     bad = mask & ~((entropy >= -slack) & (entropy <= limit + 10 * slack))
     if bad.any():
+        negated = bool((entropy[mask] <= slack).all() and (entropy[mask] >= -limit - slack).all())
         yield ctx.fail(
             "entropys",
             cells=bad,
             expected=f"between 0 and log(vocabulary) = {limit:.4g}",
             actual=f"{entropy[mask].min():.4g} to {entropy[mask].max():.4g}",
-            causes=("temperature_mismatch", "non_finite"),
+            causes=(
+                ("wrong_sign", "non_finite") if negated else ("temperature_mismatch", "non_finite")
+            ),
         )
 
 
@@ -165,6 +171,7 @@ def weights_arrived(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> 
     wrong = [name for name in both if trainer[name] != engine[name]]
     wrong += [name for name in ctx.evidence.get("engine_stale", ()) if name not in wrong]
     ctx.measure("audit/weights_compared", len(both))
+    ctx.measure(WEIGHTS, zlib.crc32(repr([trainer[name] for name in both]).encode()))
     if wrong:
         head = len(both) > len(wrong) and all("lm_head" in name for name in wrong)
         yield ctx.fail(

@@ -8,6 +8,7 @@ shared prefixes tell is in :mod:`.prefixes`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,15 @@ from dataproto_audit.probes.context import Context
 from dataproto_audit.probes.diagnose import explain_gap
 from dataproto_audit.probes.noise import Noise, noise_between
 from dataproto_audit.probes.registry import Run, probe
-from dataproto_audit.probes.scan import Gap, masked_gap, masked_range
+from dataproto_audit.probes.scan import Gap, any_of, masked_gap, masked_range
 
 PRODUCERS = {
     "rollout_log_probs": "rollout",
     "old_log_probs": "old_log_prob",
     "ref_log_prob": "ref_log_prob",
 }
+FEW_LOWER = 2
+"""Tokens with a lower log-prob in the rollout from which a sampling filter explains nothing."""
 HALF_TENSORS = (torch.bfloat16, torch.float16)
 
 
@@ -46,7 +49,16 @@ def precision_of(view: BatchView, ctx: Context, field: str) -> str | None:
 
 def noise_of(view: BatchView, ctx: Context, left: str, right: str) -> Noise:
     """The noise model for the difference of two fields."""
-    return noise_between(precision_of(view, ctx, left), precision_of(view, ctx, right))
+    noise = noise_between(precision_of(view, ctx, left), precision_of(view, ctx, right))
+    token, mean = ctx.settings.log_prob_token, ctx.settings.log_prob_mean
+    if token is None and mean is None:
+        return noise
+    return replace(
+        noise,
+        name="configured",
+        token=noise.token if token is None else token,
+        mean=noise.mean if mean is None else mean,
+    )
 
 
 def _range_probes(field: str, stage: str) -> None:
@@ -65,6 +77,21 @@ def _range_probes(field: str, stage: str) -> None:
                 actual=f"{values[row, column]} first at row {row}, column {column}",
                 causes=("non_finite", "precision"),
             )
+        elif stats[f"odd:{field}"]:
+            values = view.numpy(field)
+            bad = ~np.isfinite(values)
+            if not bad.any():  # the sum of finite values was too large for their precision
+                return
+            row, column = np.argwhere(bad)[0]
+            yield ctx.fail(
+                field,
+                severity="warn",
+                cells=bad,
+                expected="finite values also off the response mask",
+                actual=f"{values[row, column]} first at row {row}, column {column}",
+                causes=("non_finite",),
+                hint="0 times NaN is NaN: multiplying by the mask does not remove it",
+            )
 
     def nonpositive(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
         highest = float(stats[f"range:{field}"][1])
@@ -81,8 +108,9 @@ def _range_probes(field: str, stage: str) -> None:
                 )
 
     stats = (masked_range(field),)
-    probe("DPA301", stages=(stage,), needs=needs, stats=stats)(
-        named(finite, f"{field}_finite", f"{field} is finite under the response mask.")
+    odd = any_of(f"odd:{field}", (field,), lambda block: not np.isfinite(block[field].sum()))
+    probe("DPA301", stages=(stage,), needs=needs, stats=(*stats, odd))(
+        named(finite, f"{field}_finite", f"{field} is finite; off the response mask, too.")
     )
     probe("DPA302", stages=(stage,), needs=needs, stats=stats)(
         named(nonpositive, f"{field}_nonpositive", f"{field} is at most 0 under the mask.")
@@ -125,7 +153,9 @@ def rollout_old_gap(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> 
     bad = _beyond(view, gap, noise, "old_log_probs", "rollout_log_probs")
     if bad is not None:
         unknown = [
-            name for name in ("top_p", "top_k", "on_policy") if getattr(ctx.settings, name) is None
+            name
+            for name in ("top_p", "top_k", "on_policy")
+            if getattr(ctx.settings, name) is None and not _excluded(name, view, bad)
         ]
         yield from explain_gap(
             view, ctx, bad, suspect="old_log_probs", witness="rollout_log_probs",
@@ -151,6 +181,22 @@ def old_ref_first(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> It
         yield from explain_gap(
             view, ctx, bad, suspect="ref_log_prob", witness="old_log_probs", noise=noise
         )
+
+
+def _excluded(setting: str, view: BatchView, bad: Any) -> bool:
+    """True where the batch shows that a setting nobody told does not explain the gap.
+
+    A filter renormalises, so it only raises the rollout's log-probs. While old and reference are
+    equal bit for bit the policy has not moved, so there are no older weights.
+    """
+    old, mask = view.numpy("old_log_probs"), view.numpy("response_mask") != 0
+    if setting == "on_policy":
+        reference = view.whole.tensors.get("ref_log_prob")
+        if reference is None or reference.shape != view.tensors["old_log_probs"].shape:
+            return False
+        return bool((view.whole.numpy("ref_log_prob") == old)[mask].all())
+    lower = view.numpy("rollout_log_probs") < old
+    return bool(2 * (lower & bad).sum() > bad.sum()) or bool((lower & bad).sum() > FEW_LOWER)
 
 
 def _beyond(view: BatchView, gap: Gap, noise: Noise, left: str, right: str) -> Any:

@@ -8,6 +8,7 @@ themselves are not seen here; ``compare-backends`` compares those.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -16,9 +17,11 @@ import torch
 
 from dataproto_audit.batch import BatchView, Block
 from dataproto_audit.findings import Finding
+from dataproto_audit.narrow import row_max
 from dataproto_audit.probes.context import Context
 from dataproto_audit.probes.diagnose import explain_gap
 from dataproto_audit.probes.logprobs import noise_of
+from dataproto_audit.probes.loss_causes import MiniBatch, explain_loss
 from dataproto_audit.probes.registry import probe, unchecked
 from dataproto_audit.probes.scan import per_row
 from dataproto_audit.reference.losses import (
@@ -38,7 +41,7 @@ ABSOLUTE = 1e-5
 def _first_gap(block: Block) -> Any:
     gap = np.abs(block["update_log_probs"] - block["old_log_probs"])
     gap[~(block.mask & np.isfinite(gap)) | (block["mini_batch"] != 0)[:, None]] = 0.0
-    return gap.max(1, initial=0.0)
+    return row_max(gap)
 
 
 @probe(
@@ -71,29 +74,40 @@ def _known(ctx: Context) -> str:
     return "" if mode is None or mode in AGGREGATION_MODES else f"unknown aggregation {mode}"
 
 
+def _fields(view: BatchView, ctx: Context, rows: Any) -> dict[str, Any]:
+    """What the loss of ``rows`` is computed from, by the argument's name."""
+    s = ctx.settings
+    names = {
+        "log_probs": "update_log_probs",
+        "old_log_probs": "old_log_probs",
+        "advantages": "advantages",
+        "response_mask": "response_mask",
+        "ref_log_prob": "ref_log_prob" if s.use_kl_loss else "",
+        "entropy": "update_entropys" if s.entropy_coeff else "",
+        "rollout_is_weights": "rollout_is_weights" if "rollout_is_weights" in view else "",
+    }
+    return {argument: torch.from_numpy(view.numpy(name)).index_select(0, rows)
+            for argument, name in names.items() if name}  # fmt: skip
+
+
+def _how(ctx: Context) -> dict[str, Any]:
+    """The configured loss."""
+    s = ctx.settings
+    return {
+        "clip_ratio_low": s.clip_ratio_low,
+        "clip_ratio_high": s.clip_ratio_high,
+        "clip_ratio_c": s.clip_ratio_c,
+        "loss_agg_mode": s.loss_agg_mode or TOKEN_MEAN,
+        "kl_loss_coef": (s.kl_loss_coef or 0.0) if s.use_kl_loss else 0.0,
+        "kl_loss_type": s.kl_loss_type or "low_var_kl",
+        "entropy_coeff": s.entropy_coeff or 0.0,
+    }
+
+
+@torch.inference_mode()  # nothing is differentiated, and autograd's bookkeeping costs as much
 def _terms(view: BatchView, ctx: Context, rows: Any) -> LossTerms:
     """The loss of the mini-batch ``rows``, unsplit, from the recorded log-probs."""
-
-    def part(name: str) -> torch.Tensor:
-        return torch.from_numpy(view.numpy(name)).index_select(0, rows)
-
-    s = ctx.settings
-    return unchecked(policy_loss)(
-        part("update_log_probs"),
-        part("old_log_probs"),
-        part("advantages"),
-        part("response_mask"),
-        ref_log_prob=part("ref_log_prob") if s.use_kl_loss else None,
-        entropy=part("update_entropys") if s.entropy_coeff else None,
-        rollout_is_weights=part("rollout_is_weights") if "rollout_is_weights" in view else None,
-        clip_ratio_low=s.clip_ratio_low,
-        clip_ratio_high=s.clip_ratio_high,
-        clip_ratio_c=s.clip_ratio_c,
-        loss_agg_mode=s.loss_agg_mode or "token-mean",
-        kl_loss_coef=(s.kl_loss_coef or 0.0) if s.use_kl_loss else 0.0,
-        kl_loss_type=s.kl_loss_type or "low_var_kl",
-        entropy_coeff=s.entropy_coeff or 0.0,
-    )
+    return unchecked(policy_loss)(**_fields(view, ctx, rows), **_how(ctx))
 
 
 def _mini_batches(view: BatchView, ctx: Context) -> Iterator[tuple[int, Mapping[str, Any], Any]]:
@@ -147,7 +161,7 @@ def loss_recomputed(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> 
                 wrong.setdefault(number, {})[name] = (float(got), exact)
     ctx.cache["loss_table"] = table
     if wrong:
-        yield _loss_finding(ctx, wrong)
+        yield _loss_finding(view, ctx, wrong)
 
 
 def _close(got: float, exact: float, view: BatchView, rows: Any, normaliser: float) -> bool:
@@ -163,21 +177,47 @@ def _close(got: float, exact: float, view: BatchView, rows: Any, normaliser: flo
     return bool(error <= ABSOLUTE * scale + slack)
 
 
-def _loss_finding(ctx: Context, wrong: Mapping[int, Mapping[str, tuple[float, float]]]) -> Finding:
+@torch.inference_mode()
+def _loss_finding(
+    view: BatchView, ctx: Context, wrong: Mapping[int, Mapping[str, tuple[float, float]]]
+) -> Finding:
     number, names = next(iter(wrong.items()))
     name, (got, exact) = next(iter(names.items()))
-    causes = {
-        "kl_loss": ("wrong_kl_estimator", "loss_depends_on_split", "wrong_normaliser"),
-        "pg_loss": ("loss_depends_on_split", "wrong_normaliser", "wrong_clip"),
-    }.get(name, ("loss_depends_on_split", "wrong_normaliser"))
+    rows = np.flatnonzero(view.numpy("mini_batch") == number)
+    index = torch.from_numpy(rows)
+    mini = MiniBatch(
+        fields=_fields(view, ctx, index),
+        how=_how(ctx),
+        reported=ctx.evidence["losses"][number],
+        wrong=names,
+        terms=_terms(view, ctx, index),
+        settings=ctx.settings,
+        parts=_parts(ctx, rows),
+    )
+    causes, told = explain_loss(mini)
     return ctx.fail(
         "losses",
         expected=f"{name} {exact:.6g} of mini-batch {number}, unsplit",
         actual=f"{got:.6g}",
         evidence={"factor": got / exact if exact else float("nan"),
-                  "mini-batches wrong": len(wrong), "terms wrong": ", ".join(names)},
+                  "mini-batches wrong": len(wrong), "terms wrong": ", ".join(names), **told},
         causes=causes,
     )  # fmt: skip
+
+
+def _parts(ctx: Context, rows: Any) -> tuple[tuple[Any, ...], ...]:
+    """The micro-batches of the mini-batch ``rows`` by rank, as positions in it; () if unknown."""
+    ranks = ctx.evidence.get("ranks") or ()
+    if not all(isinstance(rank, Mapping) and rank.get("indices") for rank in ranks):
+        return ()
+    place = {row: at for at, row in enumerate(rows.tolist())}
+    start, out = 0, []
+    for rank in ranks:
+        micros = [[place[start + at] for at in micro if start + at in place]
+                  for micro in rank["indices"]]  # fmt: skip
+        out.append(tuple(np.asarray(micro, np.int64) for micro in micros if micro))
+        start += int(rank["rows"])
+    return tuple(out)
 
 
 @probe(
@@ -213,3 +253,39 @@ def _count(trained: Any, mode: str) -> float:
     if mode == TOKEN_SUM:
         return 1.0
     return float(np.count_nonzero(trained if mode == TOKEN_MEAN else trained.any(1)))
+
+
+NEVER_NEGATIVE = ("k2", "k3", "mse", "abs", "low_var_kl")
+
+
+@probe(
+    "DPA504",
+    stages=("update_actor",),
+    needs=("evidence.metrics", "settings.use_kl_loss"),
+    applies=lambda ctx: "no KL in the loss" if ctx.settings.use_kl_loss is False else "",
+)
+def logged_kl(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
+    """metric actor/kl_loss is a mean of the mini-batches' kl_loss, and of its kind.
+
+    The mean may be weighted, so it only has to lie between the smallest and the largest. Without
+    the terms, an estimator that cannot be negative is not.
+    """
+    value = ctx.evidence["metrics"].get("actor/kl_loss")
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or value != value:
+        ctx.unknown("not recorded: metrics.actor/kl_loss")
+    terms = [float(loss["kl_loss"]) for loss in ctx.evidence.get("losses") or ()
+             if loss.get("kl_loss") is not None]  # fmt: skip
+    kind = (ctx.settings.kl_loss_type or "").removesuffix("+")
+    if not terms and kind not in NEVER_NEGATIVE:
+        ctx.unknown("not recorded: losses.kl_loss")
+    low, high = (min(terms), max(terms)) if terms else (0.0, float("inf"))
+    slack = ABSOLUTE + 1e-3 * max(map(abs, terms), default=0.0)
+    if not low - slack <= float(value) <= high + slack:
+        yield ctx.fail(
+            "actor/kl_loss",
+            expected=f"between {low:.6g} and {high:.6g}" if terms else "0 or more",
+            actual=f"{float(value):.6g}",
+            evidence={"estimator": ctx.settings.kl_loss_type, "mini-batches": len(terms)},
+            causes=("wrong_kl_estimator", "wrong_sign"),
+            hint="the value that is logged is not the one that is trained on",
+        )

@@ -1,4 +1,4 @@
-"""Masks, ids, positions and stop tokens (DPA2xx).
+"""Masks, padding and stop tokens (DPA201, DPA202, DPA205, DPA206, DPA208).
 
 Shapes: B rows, P prompt columns, R response columns, T = P + R. None of these checks looks at
 text, at multimodal position ids, or at whether a tool reply was tokenised as the engine saw it.
@@ -13,11 +13,23 @@ import numpy as np
 
 from dataproto_audit.batch import BatchView, Block
 from dataproto_audit.findings import Finding
-from dataproto_audit.probes.context import Context
+from dataproto_audit.probes.context import Context, filling_rows
 from dataproto_audit.probes.registry import probe
-from dataproto_audit.probes.scan import ATTENDED, RESPONSE_LENGTH, any_of, some
+from dataproto_audit.probes.scan import ATTENDED, any_of, per_row, some
 
 AT = ("rollout", "validation")
+
+
+def _end(block: Block) -> Any:
+    """Columns up to the last attended response token, holes counted; 0 without any."""
+    on = block.response_attention
+    if not on.shape[1]:
+        return np.zeros(len(on), np.int64)
+    last = on[:, ::-1].argmax(1)
+    return np.where(on[np.arange(len(on)), -1 - last], on.shape[1] - last, 0)
+
+
+RESPONSE_END = per_row("response_end", ATTENDED, _end)
 
 
 def _not_binary(mask: Any) -> Any:
@@ -91,11 +103,11 @@ def padding_side(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Ite
     """Prompts are padded left (0..0 1..1), responses right (1..1 0..0)."""
     if stats["padding"]:
         block, prompt = Block(view, slice(None)), view.prompt or 0
-        used = block.mask if _readable("response_mask", view, ctx) else block.response_attention
+        used = block.mask if readable("response_mask", view, ctx) else block.response_attention
         width = used.shape[1]
         ends = np.where(used.any(1), width - used[:, ::-1].argmax(1), 0)
         filled = block.attended[:, :prompt][:, ::-1]
-        if _readable("prompts", view, ctx) and ctx.settings.pad_id is not None:
+        if readable("prompts", view, ctx) and ctx.settings.pad_id is not None:
             filled = (view.numpy("prompts") != ctx.settings.pad_id)[:, ::-1]
         starts = np.where(filled.any(1), prompt - filled[:, ::-1].argmax(1), 0)
         bad = np.concatenate(
@@ -106,121 +118,28 @@ def padding_side(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Ite
             axis=1,
         )
         side = "prompt" if bad[:, :prompt].any() else "response"
+        hole = side == "response" and _sampled(view, ctx, bad[:, prompt:], block)
         yield ctx.fail(
             "attention_mask",
             cells=bad,
             expected="0..0 1..1 over the prompt, 1..1 0..0 over the response",
             actual=f"the {side} part is attended in pieces",
-            causes=("left_right_padding",),
+            evidence={"log-probs of the engine there": "yes"} if hole else None,
+            causes=("mask_hole", "left_right_padding") if hole else ("left_right_padding",),
         )
 
 
-def _readable(name: str, view: BatchView, ctx: Context) -> bool:
+def _sampled(view: BatchView, ctx: Context, cells: Any, block: Block) -> bool:
+    """Whether most of ``cells [B,R]`` are unattended and have a log-prob of the engine."""
+    if not readable("rollout_log_probs", view, ctx):
+        return False
+    there = (view.numpy("rollout_log_probs") != 0) & cells & ~block.response_attention
+    return bool(2 * there.sum() > cells.sum())
+
+
+def readable(name: str, view: BatchView, ctx: Context) -> bool:
+    """True for a tensor that is there and keeps its declaration."""
     return name in view.tensors and name not in ctx.broken
-
-
-def _ids_bad(block: Block) -> Any:
-    prompt = block.view.prompt or 0
-    ids = block["input_ids"]
-    return (ids[:, :prompt] != block["prompts"]), (ids[:, prompt:] != block["responses"])
-
-
-@probe(
-    "DPA203",
-    stages=AT,
-    needs=("input_ids", "prompts", "responses"),
-    stats=(
-        any_of(
-            "ids_layout",
-            ("input_ids", "prompts", "responses"),
-            lambda block: any(map(some, _ids_bad(block))),
-        ),
-    ),
-)
-def ids_layout(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
-    """input_ids [B,T] is prompts [B,P] followed by responses [B,R]."""
-    if stats["ids_layout"]:
-        bad = np.concatenate(_ids_bad(Block(view, slice(None))), axis=1)
-        rows = np.flatnonzero(bad.any(1))
-        causes = ["shift", "stale_buffer"]
-        whole = np.concatenate([view.numpy("prompts"), view.numpy("responses")], 1)
-        have = {row.tobytes() for row in view.numpy("input_ids")}
-        if all(whole[row].tobytes() in have for row in rows):
-            causes = ["row_permutation", "shift"]
-        yield ctx.fail(
-            "input_ids",
-            cells=bad,
-            expected="prompts then responses, id by id",
-            actual=f"{int(bad.sum())} ids differ in {len(rows)} rows",
-            causes=causes,
-        )
-
-
-def _positions(attended: Any) -> Any:
-    counted = np.cumsum(attended, axis=1)
-    counted -= 1
-    return np.maximum(counted, 0, out=counted)
-
-
-def _position_bad(block: Block) -> Any:
-    positions = block["position_ids"]
-    if positions.ndim != 2:  # rotary positions on several axes, [B, axes, T]
-        return np.zeros((1, 1), bool)
-    return (positions != _positions(block.attended)) & block.attended
-
-
-@probe(
-    "DPA204",
-    stages=AT,
-    needs=("position_ids", *ATTENDED),
-    stats=(
-        any_of(
-            "positions",
-            ("position_ids", *ATTENDED),
-            lambda block: some(_position_bad(block)),
-        ),
-    ),
-)
-def positions(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
-    """position_ids [B,T] == clip(cumsum(attention_mask) - 1, 0) on attended tokens.
-
-    Padding slots are free: some paths continue the count there, others leave zeros. Where a row's
-    positions count another attention without a gap, it is the attention that is named.
-    """
-    found = view.numpy("position_ids")
-    if found.ndim != 2:
-        ctx.skip("positions on several axes follow the image grid")
-    if not stats["positions"]:
-        return
-    block = Block(view, slice(None))
-    bad, counted = _position_bad(block), _counted(found)
-    other = counted != block.attended
-    fits = ((found == _positions(counted)) | ~counted).all(1)  # it counts from 0, without a gap
-    attention = bad.any(1) & (other.sum(1) < bad.sum(1)) & fits
-    for name, cells in (
-        ("attention_mask", other & attention[:, None]),
-        ("position_ids", bad & ~attention[:, None]),
-    ):
-        if cells.any():
-            row, column = np.argwhere(bad & cells.any(1)[:, None])[0]
-            want = int(_positions(block.attended)[row, column])
-            yield ctx.fail(
-                name,
-                cells=cells,
-                expected=f"position {want} at row {row}, column {column}",
-                actual=f"{found[row, column]}",
-                evidence={"offset": int(found[row, column]) - want},
-                causes=("wrong_position_ids", "left_right_padding"),
-            )
-
-
-def _counted(positions: Any) -> Any:
-    """The attention that positions ``[B,T]`` count: where they rise, and where they start."""
-    rises = np.zeros(positions.shape, bool)
-    rises[:, 1:] = positions[:, 1:] == positions[:, :-1] + 1
-    starts = np.zeros(positions.shape, bool)
-    starts[:, :-1] = (positions[:, :-1] == 0) & rises[:, 1:]
-    return rises | starts
 
 
 @probe(
@@ -247,16 +166,27 @@ def mask_on_padding(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> 
             expected="0 where the response's attention is 0",
             actual=f"1 on {int(bad.sum())} padding slots in {len(rows)} rows",
             evidence={"trained tokens": int(block.mask.sum()), "on padding": int(bad.sum())},
-            causes=("mask_on_padding", "mask_from_prompt"),
+            causes=_built_from(block) or ("mask_on_padding", "mask_from_prompt"),
             hint="multiply the mask by attention_mask[:, -R:]",
         )
+
+
+def _built_from(block: Block) -> tuple[str, ...]:
+    """What the mask is instead of the response's attention: that shifted, or the prompt's."""
+    mask, attended = block.mask, block.response_attention
+    width = mask.shape[1]
+    if (mask[:, 1:] == attended[:, :-1]).all() or (mask[:, :-1] == attended[:, 1:]).all():
+        return ("shift", "mask_on_padding")
+    if (mask == block.attended[:, :width]).all():
+        return ("mask_from_prompt", "mask_on_padding")
+    return ()
 
 
 @probe(
     "DPA206",
     stages=AT,
     needs=(*ATTENDED, "settings.stop_ids"),
-    stats=(RESPONSE_LENGTH,),
+    stats=(RESPONSE_END,),
     applies=lambda ctx: "turns may end in tool text" if ctx.settings.multi_turn else "",
 )
 def stop_token(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
@@ -267,7 +197,7 @@ def stop_token(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Itera
     ``finish_reason`` is present it must say the same: ``stop`` exactly when the last id is a stop
     id.
     """
-    lengths = stats["response_length"]
+    lengths = stats["response_end"]
     responses = view.numpy("responses")
     limit = _limit(ctx, responses.shape[1])
     last = responses[np.arange(len(lengths)), np.maximum(lengths - 1, 0)]
@@ -276,8 +206,12 @@ def stop_token(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Itera
         stopped |= last == stop
     bad = (lengths > 0) & (lengths < limit) & ~stopped
     if bad.any():
-        yield _ending(ctx, bad, lengths, "a stop id as last token", "another id before the limit",
-                      ("silent_truncation", "wrong_stop_token"))  # fmt: skip
+        causes = ("silent_truncation", "wrong_stop_token")
+        if bad.sum() > 2 and len(np.unique(last[bad])) == 1:  # text that is cut ends in many ids
+            causes = causes[::-1]
+        yield _ending(
+            ctx, bad, lengths, "a stop id as last token", "another id before the limit", causes
+        )
     reasons = view.arrays.get("finish_reason")
     if reasons is not None and "finish_reason" not in ctx.broken and reasons.ndim == 1:
         said = _said_stop(reasons)
@@ -313,25 +247,6 @@ def _ending(
                     evidence={"stop ids": list(ctx.settings.stop_ids or ())})  # fmt: skip
 
 
-def _pad_bad(block: Block, pad: int) -> Any:
-    return (block["input_ids"] != pad) & ~block.attended
-
-
-@probe("DPA207", stages=AT, needs=("input_ids", *ATTENDED, "settings.pad_id"))
-def pad_ids(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
-    """input_ids [B,T] hold the pad id wherever the attention mask is 0."""
-    pad = int(ctx.settings.pad_id or 0)
-    if any(some(_pad_bad(block, pad)) for block in view.blocks()):
-        bad = _pad_bad(Block(view, slice(None)), pad)
-        yield ctx.fail(
-            "input_ids",
-            cells=bad,
-            expected=f"pad id {pad} off the attention mask",
-            actual=f"{int(bad.sum())} other ids",
-            causes=("stale_buffer", "left_right_padding"),
-        )
-
-
 @probe(
     "DPA208",
     stages=AT,
@@ -350,17 +265,25 @@ def pad_ids(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable
     ),
 )
 def mask_complete(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
-    """Single turn, no rejection: response_mask [B,R] covers every sampled token."""
+    """Single turn, no rejection: response_mask [B,R] covers every sampled token.
+
+    Rows that only fill the batch up are left out on purpose.
+    """
     if stats["mask_missing"]:
         block = Block(view, slice(None))
         bad = block.response_attention & ~block.mask
-        shifted = np.zeros_like(block.mask)
-        shifted[:, :-1] = block.mask[:, 1:]
-        fits = bool((shifted[:, :-1] == block.response_attention[:, :-1]).all())
+        filling = filling_rows(view)
+        if filling is not None:
+            bad[filling] = False
+        if not bad.any():
+            return
         yield ctx.fail(
             "response_mask",
             cells=bad,
             expected="1 on every sampled token",
             actual=f"0 on {int(bad.sum())} sampled tokens",
-            causes=("shift", "mask_hole") if fits else ("mask_hole", "mask_from_prompt"),
+            causes=tuple(
+                "mask_hole" if cause == "mask_on_padding" else cause for cause in _built_from(block)
+            )
+            or ("mask_hole", "mask_from_prompt"),
         )

@@ -20,7 +20,9 @@ def sampling_settings(view: BatchView, stats: Mapping[str, Any], ctx: Context) -
     used = ctx.evidence["sampling"]
     for name in ("temperature", "top_p", "top_k"):
         want, got = getattr(ctx.settings, name), used.get(name)
-        if want is None or got is None or _unset(name, want) == _unset(name, got):
+        if want is None or not isinstance(got, (int, float)):
+            continue
+        if _unset(name, want) == _unset(name, got):
             continue
         yield ctx.fail(
             f"sampling.{name}",

@@ -18,10 +18,10 @@ from dataproto_audit.findings import Finding
 from dataproto_audit.probes.context import Context
 from dataproto_audit.probes.logprobs import PRODUCERS, named, noise_of
 from dataproto_audit.probes.noise import Noise
+from dataproto_audit.probes.prefix_causes import causes_of
 from dataproto_audit.probes.registry import probe
 from dataproto_audit.probes.trie import (
     NEEDS,
-    STATS,
     SharedCells,
     largest_sum,
     prefix_sums,
@@ -30,34 +30,15 @@ from dataproto_audit.probes.trie import (
 )
 
 IMAGES = ("multi_modal_inputs", "multi_modal_data")
-SHIFTS = (1, -1)
 
 
-def _cells(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> SharedCells:
+def _cells(view: BatchView, ctx: Context) -> SharedCells:
     if any(name in view and any(view.numpy(name).tolist()) for name in IMAGES):
         ctx.skip("images are part of the prefix")
-    cells = shared_cells(view, ctx, stats)
+    cells = shared_cells(view, ctx)
     if not len(cells.start):
         ctx.unknown("no two rows share a prefix")
     return cells
-
-
-def _shift_repairs(view: BatchView, cells: SharedCells, field: str, noise: Noise, bad: Any) -> str:
-    """The column shift of ``field`` after which both checks hold, in words; '' if there is none.
-
-    A shift for which no cell of ``bad [B,R]`` has a source repairs nothing.
-    """
-    whole, width = view.numpy(field), view.numpy(field).shape[1]
-    for shift in SHIFTS:
-        source = cells.column + shift
-        inside = (source >= 0) & (source < width)
-        values = np.where(inside, whole[cells.row, source.clip(0, width - 1)], np.nan)
-        values = values.astype(np.float64)
-        wrong = len(spreads(cells, values, noise)[2])
-        wrong += int((prefix_sums(cells, values) > largest_sum(noise)).sum())
-        if (inside & bad[cells.row, cells.column]).any() and not wrong:
-            return f"nothing wrong after a shift by {-shift:+d}"
-    return ""
 
 
 def _found(
@@ -69,29 +50,47 @@ def _found(
     others: tuple[str, ...],
     *,
     bad: Any,
+    wrong: int,
+    odd: bool,
     expected: str,
     actual: str,
     evidence: dict[str, Any],
+    hidden: str = "",
 ) -> Finding:
-    """A finding whose first cause is a shift where a shift repairs it.
+    """A finding whose first causes are those that a test supports.
+
+    Where a second pass of another engine contradicts itself alike (``hidden``), both saw something
+    that is not among the ids, so the rows do not share what the check takes for a prefix.
 
     Rows of one batch that were sampled with different weights contradict each other, too; unless
     that is excluded, what the rollout says is not held against it.
     """
-    repair = _shift_repairs(view, cells, field, noise, bad)
-    if repair:
-        evidence["shift"] = repair
-    mixed = field == "rollout_log_probs" and ctx.settings.on_policy is None and not repair
+    tested = dict(causes_of(view, cells, field, noise, bad=bad, wrong=wrong, odd=odd))
+    evidence |= {cause: said for cause, said in tested.items() if said}
+    if "shift" not in tested and hidden:
+        ctx.unknown(f"{hidden} says so, too: something beside the ids belongs to the prefix")
+    if "shift" not in tested and field == "rollout_log_probs" and ctx.settings.on_policy is None:
+        ctx.unknown("tell settings.on_policy: rows of other weights contradict each other, too")
     return ctx.fail(
         field,
-        severity="info" if mixed else None,
         cells=bad,
         expected=expected,
         actual=actual,
         evidence=evidence,
-        causes=("shift", *others) if repair else others,
-        hint="tell whether all rows were sampled with the same weights" if mixed else "",
+        causes=(*tested, *others),
     )
+
+
+def _other_pass_agrees(
+    view: BatchView, ctx: Context, cells: SharedCells, field: str, wrong: Any
+) -> str:
+    """The log-probs of another engine that sum to more than 1 after the same prefixes, or ''."""
+    other = "rollout_log_probs" if field != "rollout_log_probs" else "old_log_probs"
+    if other not in view.tensors or other in ctx.broken:
+        return ""
+    bound = largest_sum(noise_of(view, ctx, other, other))
+    total = prefix_sums(cells, view.numpy(other)[cells.row, cells.column].astype(np.float64))
+    return other if (total[wrong] > bound).all() else ""
 
 
 def _late(cells: SharedCells, values: Any, noise: Noise) -> int:
@@ -100,10 +99,8 @@ def _late(cells: SharedCells, values: Any, noise: Noise) -> int:
     That is what log-probs of the token before look like. A uniform policy looks the same, but
     there the value does not differ from prefix to prefix either.
     """
-    prefix, first = cells.prefix[cells.start], values[cells.start]
-    starts = np.flatnonzero(np.diff(prefix, prepend=-1))
-    several = np.diff(starts, append=len(prefix)) > 1
-    if noise.token is None or several.sum() < 8 or not np.isfinite(first).all():
+    first, (starts, several) = values[cells.start], cells.prefixes
+    if noise.token is None or np.count_nonzero(several) < 8 or not np.isfinite(first).all():
         return 0
     low = np.minimum.reduceat(first, starts)[several]
     high = np.maximum.reduceat(first, starts)[several]
@@ -120,7 +117,7 @@ def _prefix_probes(field: str, stage: str) -> None:
         return "rows may come from different weights" if stale else ""
 
     def agrees(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
-        cells = _cells(view, stats, ctx)
+        cells = _cells(view, ctx)
         noise = noise_of(view, ctx, field, field)
         values = view.numpy(field)[cells.row, cells.column].astype(np.float64)
         spread, bound, wrong = spreads(cells, values, noise)
@@ -135,8 +132,10 @@ def _prefix_probes(field: str, stage: str) -> None:
             worst = int(wrong[spread[wrong].argmax()])
             yield _found(
                 view, ctx, cells, field, noise,
-                ("row_permutation", "cross_row_leakage", "shift"),
+                ("cross_row_leakage", "row_permutation"),
                 bad=bad,
+                wrong=len(wrong),
+                odd=True,
                 expected="one log-prob for one token after one prefix",
                 actual=f"spread {spread[worst]:.4g} over equal prefixes",
                 evidence={"noise model": noise.name, "bound": float(bound[worst]),
@@ -155,7 +154,7 @@ def _prefix_probes(field: str, stage: str) -> None:
             )
 
     def sums(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
-        cells = _cells(view, stats, ctx)
+        cells = _cells(view, ctx)
         noise = noise_of(view, ctx, field, field)
         values = view.numpy(field)[cells.row, cells.column].astype(np.float64)
         total = prefix_sums(cells, values)
@@ -164,19 +163,23 @@ def _prefix_probes(field: str, stage: str) -> None:
             bad = np.zeros(view.numpy(field).shape, bool)
             inside = np.isin(cells.prefix, wrong)
             bad[cells.row[inside], cells.column[inside]] = True
+            hidden = _other_pass_agrees(view, ctx, cells, field, wrong)
             yield _found(
                 view, ctx, cells, field, noise,
-                ("positive_log_prob", "row_permutation", "shift"),
+                ("positive_log_prob", "row_permutation"),
                 bad=bad,
+                wrong=len(wrong),
+                odd=False,
                 expected="probabilities of distinct next tokens sum to at most 1",
                 actual=f"up to {total.max():.4g} after one prefix",
                 evidence={"prefixes wrong": len(wrong), "bound": largest_sum(noise)},
+                hidden=hidden,
             )  # fmt: skip
 
-    probe("DPA306", stages=(stage,), needs=needs, stats=STATS, applies=one_policy)(
+    probe("DPA306", stages=(stage,), needs=needs, applies=one_policy)(
         named(agrees, f"{field}_same_prefix", f"{field}: equal prefix and token, equal value.")
     )
-    probe("DPA307", stages=(stage,), needs=needs, stats=STATS, applies=one_policy)(
+    probe("DPA307", stages=(stage,), needs=needs, applies=one_policy)(
         named(sums, f"{field}_prefix_sum", f"{field}: next-token probabilities sum to <= 1.")
     )
 

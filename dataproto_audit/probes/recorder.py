@@ -31,7 +31,8 @@ class StepRecorder:
         self.tables = tables
         self.evolution: dict[str, dict[str, str]] = {}
         """Per stage, the fields it added or changed, with their dtype: the measured contract."""
-        self._blocks: dict[tuple[Any, ...], Block] = {}
+        self._blocks: dict[tuple[Any, ...], tuple[tuple[Outcome, ...], Block]] = {}
+        self._measured: dict[str, record.FieldRow] = {}
         self._reset()
 
     def _reset(self) -> None:
@@ -51,18 +52,22 @@ class StepRecorder:
             seen.update({name: record.short_dtype(state.view, name) for name in news})
             if "response_mask" in state.view.tensors and stage.name != "validation":
                 self._last, self._broken = crossing, context.broken
-            self._ranks += record.rank_rows(stage.name, context.evidence.get("ranks") or ())
+            self._ranks += record.rank_rows(stage.name, context.given("ranks") or ())
             if self.tables is not None:
-                rows = [
-                    record.field_row(state.view, stage.name, when, name, state.fingerprint(name))
-                    for name in news
-                ]
-                self.tables.append_rows("fields", rows)
+                for name in news:
+                    known, mark = self._measured.get(name), state.fingerprint(name)
+                    row = record.field_row(state.view, stage.name, when, name, mark, known)
+                    self._measured[name] = row
+                self.tables.append_rows("fields", [self._measured[name] for name in news])
+        self.said(stage.name, when, report)
+
+    def said(self, stage: str, when: str, report: Report) -> None:
+        """Record outcomes and findings."""
         for finding in report.findings:
             for key in finding.row_keys:
                 self._flags.setdefault(key, set()).add(finding.code)
         if self.tables is not None:
-            self.tables.append_block(self._block(self.tables, stage.name, when, report.outcomes))
+            self.tables.append_block(self._block(self.tables, stage, when, report.outcomes))
             if report.findings:
                 self.tables.append_findings(report.findings)
 
@@ -70,9 +75,9 @@ class StepRecorder:
         self, tables: TableWriter, stage: str, when: str, outcomes: Sequence[Outcome]
     ) -> Block:
         """Outcomes as rows, made once: most boundaries end as they did a step ago."""
-        mark = (stage, when, *outcomes)
-        block = self._blocks.get(mark)
-        if block is None:
+        mark = (stage, when, *map(id, outcomes))  # the entry keeps them alive, and so their ids
+        known = self._blocks.get(mark)
+        if known is None:
             if len(self._blocks) >= MAX_BLOCKS:
                 self._blocks.clear()
             columns = {
@@ -83,8 +88,8 @@ class StepRecorder:
                 "kind": [outcome.kind for outcome in outcomes],
                 "reason": [outcome.reason or None for outcome in outcomes],
             }
-            block = self._blocks[mark] = tables.block("outcomes", columns)
-        return block
+            known = self._blocks[mark] = tuple(outcomes), tables.block("outcomes", columns)
+        return known[1]
 
     def write(
         self,

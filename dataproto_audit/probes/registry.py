@@ -21,6 +21,9 @@ from dataproto_audit.findings import Finding, Severity
 from dataproto_audit.probes.context import Context
 from dataproto_audit.probes.scan import Stat
 
+AT_END = "end of step"
+"""Home of probes that look at the metrics of a whole step and at earlier steps, at no batch."""
+
 Run = Callable[[BatchView, Mapping[str, Any], Context], Iterable[Finding]]
 
 
@@ -74,7 +77,7 @@ class Probe:
         for source, name in self._beside:
             if source == "settings" and getattr(ctx.settings, name) is None:
                 return f"setting unknown: {name}"
-            if source == "evidence" and _nothing(ctx.evidence.get(name)):
+            if source == "evidence" and _nothing(ctx.given(name)):
                 return f"not recorded: {name}"
             if source == "history" and not ctx.history.get(name):
                 return f"no earlier steps of {name}"

@@ -15,14 +15,15 @@ import torch
 
 from dataproto_audit.batch import BatchView
 from dataproto_audit.findings import Finding
+from dataproto_audit.narrow import row_sum
 from dataproto_audit.probes.context import Context
 from dataproto_audit.probes.registry import probe
 from dataproto_audit.probes.scan import ATTENDED, RESPONSE_LENGTH, per_row
 
 AT = ("reward", "validation")
 SCORES = "token_level_scores"
-SCORE_SUM = per_row("score_sum", (SCORES,), lambda block: block[SCORES].sum(1, dtype=np.float64))
-SCORED = per_row("scored", (SCORES,), lambda block: (block[SCORES] != 0).sum(1))
+SCORE_SUM = per_row("score_sum", (SCORES,), lambda block: row_sum(block[SCORES], np.float64))
+SCORED = per_row("scored", (SCORES,), lambda block: row_sum(block[SCORES] != 0))
 """Non-zero scores of each row."""
 
 
@@ -31,36 +32,59 @@ SCORED = per_row("scored", (SCORES,), lambda block: (block[SCORES] != 0).sum(1))
     stages=AT,
     needs=(SCORES, *ATTENDED),
     stats=(RESPONSE_LENGTH, SCORED),
-    applies=lambda ctx: "process reward" if ctx.evidence.get("process_reward") else "",
+    applies=lambda ctx: "process reward" if ctx.number("process_reward") else "",
 )
 def reward_placement(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
     """The only non-zero score of a row is at its last attended response token.
 
-    A row without any response token may carry its score on the last column.
+    A row without any response token has no place for a score: its only place would be the column
+    before the first, which wraps around to the last one.
     """
     scores, scored = view.numpy(SCORES), stats["scored"]
-    if 2 * (scored > 1).sum() > (scored > 0).sum():
+    repeated = _repeated(view, ctx, scores, scored)
+    if 2 * (scored > 1).sum() > (scored > 0).sum() and not repeated:
         ctx.skip("process reward: most rows have scores on several tokens")
     last = stats["response_length"] - 1
-    outside = scored - (scores[np.arange(len(scores)), last] != 0)
+    outside = scored - ((scores[np.arange(len(scores)), last] != 0) & (last >= 0))
     if not outside.any():
         return
     bad = scores != 0
-    bad[np.arange(len(bad)), last] = False
+    filled = last >= 0
+    bad[filled, last[filled]] = False
     row, column = np.argwhere(bad)[0]
-    on_padding = column > last[row] and last[row] >= 0
+    on_padding = column > last[row]
     yield ctx.fail(
         SCORES,
         cells=bad,
-        expected=f"non-zero only at column {int(last[row])} of row {row}",
+        expected=(
+            f"non-zero only at column {int(last[row])} of row {row}"
+            if last[row] >= 0
+            else f"no score in row {row}, which has no response token"
+        ),
         actual=f"{scores[row, column]:.4g} at column {column}",
         evidence={"offset": int(column) - int(last[row])},
         causes=(
-            ("reward_on_padding", "reward_shifted")
+            ("reward_on_every_token", "reward_shifted")
+            if repeated
+            else ("reward_on_padding", "reward_shifted")
             if on_padding
             else ("reward_shifted", "row_permutation")
         ),
     )
+
+
+def _repeated(view: BatchView, ctx: Context, scores: Any, scored: Any) -> bool:
+    """True where every row with several scores holds its own scalar score in each of them."""
+    rows = np.flatnonzero(scored > 1)
+    if not len(rows) or "score" not in view or view.numpy("score").shape != (view.rows,):
+        return False
+    try:
+        own = np.array([float(view.numpy("score")[row]) for row in rows])
+    except (TypeError, ValueError):
+        return False
+    cells = scores[rows]
+    same = np.abs(cells - own[:, None]) <= 1e-5 * np.maximum(1.0, np.abs(own))[:, None]
+    return bool((same | (cells == 0)).all())
 
 
 @probe("DPA406", stages=AT, needs=("score", SCORES), stats=(SCORE_SUM,))

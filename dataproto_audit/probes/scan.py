@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dataproto_audit import fast
 from dataproto_audit.batch import BatchView, Block
+from dataproto_audit.narrow import row_max, row_sum
 
 Merge = Callable[[Sequence[Any]], Any]
 
@@ -78,26 +80,32 @@ def per_row(name: str, needs: tuple[str, ...], compute: Callable[[Block], Any]) 
 ATTENDED = ("attention_mask", "responses")
 """What the attention of the prompt and of the response part are read from."""
 RESPONSE_LENGTH = per_row(
-    "response_length", ATTENDED, lambda block: block.response_attention.sum(1)
+    "response_length", ATTENDED, lambda block: row_sum(block.response_attention)
 )
 """Attended response tokens of each row."""
 PROMPT_LENGTH = per_row(
-    "prompt_length", ATTENDED, lambda block: block.attended[:, : block.view.prompt or 0].sum(1)
+    "prompt_length", ATTENDED, lambda block: row_sum(block.attended[:, : block.view.prompt or 0])
 )
 """Attended prompt tokens of each row."""
 
 
 def masked_range(field: str) -> Stat:
-    """Smallest and largest value of ``field`` under the response mask; NaN spreads to both."""
+    """Smallest and largest value of ``field`` under the response mask; NaN spreads to both.
+
+    A block without trained tokens contributes nothing; a batch without any has 0 and 0.
+    """
 
     def compute(block: Block) -> Any:
         values = block[field][block.mask]
         if not values.size:
-            return np.zeros(2)
+            return None
         return np.array([np.minimum.reduce(values), np.maximum.reduce(values)], np.float64)
 
     def merge(parts: Sequence[Any]) -> Any:
-        low, high = np.asarray(parts).T
+        ranges = [part for part in parts if part is not None]
+        if not ranges:
+            return np.zeros(2)
+        low, high = np.asarray(ranges).T
         return np.array([low.min(), high.max()])
 
     return Stat(f"range:{field}", (field, "response_mask"), compute, merge)
@@ -130,13 +138,16 @@ def masked_gap(left: str, right: str) -> Stat:
     """The :class:`Gap` between two fields ``[B,R]``."""
 
     def compute(block: Block) -> Gap:
+        compiled = fast.loops(block[left].size)
+        if compiled is not None and fast.plain(block[left], block[right]):
+            return Gap(*compiled.masked_gap(block[left], block[right], block.mask))
         diff = np.subtract(block[left], block[right], dtype=np.float64)
         counted = block.mask & np.isfinite(diff)
         diff[~counted] = 0.0
         size = np.abs(diff)
         k3 = np.expm1(np.clip(diff, -20.0, 20.0)) - diff
         return Gap(
-            np.maximum.reduce(size, axis=1, initial=0.0),
+            row_max(size),
             int(np.count_nonzero(counted)),
             float(size.sum()),
             float(diff.sum()),

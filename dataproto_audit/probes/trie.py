@@ -7,14 +7,15 @@ as prefixes are shared.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dataproto_audit.batch import BatchView
+from dataproto_audit.fingerprint import Hashes, row_hash
 from dataproto_audit.probes.context import Context
 from dataproto_audit.probes.noise import Noise
 from dataproto_audit.probes.scan import PROMPT_LENGTH, RESPONSE_LENGTH, scan
@@ -22,7 +23,6 @@ from dataproto_audit.probes.scan import PROMPT_LENGTH, RESPONSE_LENGTH, scan
 Index = NDArray[np.int64]
 
 NEEDS = ("prompts", "responses", "attention_mask", "response_mask")
-STATS = (PROMPT_LENGTH, RESPONSE_LENGTH)
 CHUNK = 64
 """Columns that are laid out at once; most prefixes part much earlier."""
 
@@ -44,21 +44,48 @@ class SharedCells:
         """Cells of each (prefix, token) pair."""
         return np.diff(self.start, append=len(self.row))
 
+    @cached_property
+    def prefix_of_pair(self) -> Index:
+        """The prefix of each (prefix, token) pair, ascending."""
+        return self.prefix[self.start]
 
-def shared_cells(
-    view: BatchView, ctx: Context, stats: Mapping[str, Any] | None = None
-) -> SharedCells:
-    """The structure of this batch, computed once per row order from :data:`STATS`."""
-    stats = scan(view, STATS) if stats is None else stats
+    @cached_property
+    def prefixes(self) -> tuple[Index, NDArray[np.bool_]]:
+        """The first pair of each prefix, and whether distinct tokens follow that prefix."""
+        starts = np.flatnonzero(np.diff(self.prefix_of_pair, prepend=-1))
+        return starts, np.diff(starts, append=len(self.start)) > 1
+
+
+def shared_cells(view: BatchView, ctx: Context) -> SharedCells:
+    """The structure of this batch, computed once per step: rows that moved take it along."""
     responses, mask = view.tensors["responses"], view.tensors["response_mask"]
     mark = ("trie", id(responses), id(mask))
     tracked = not (responses.is_inference() or mask.is_inference())
     versions = (responses._version, mask._version) if tracked else None
     found = ctx.cache.get(mark)
     if found is None or not tracked or found[1] != versions:
-        found = ctx.cache[mark] = (_build(view, stats), versions, responses, mask)
-    cells: SharedCells = found[0]
-    return cells
+        cells, rows = _moved_along(view, ctx.cache.get("trie"))
+        ctx.cache["trie"] = cells, rows
+        found = ctx.cache[mark] = (cells, versions, responses, mask)
+    return cast(SharedCells, found[0])
+
+
+def _moved_along(
+    view: BatchView, before: tuple[SharedCells, Hashes] | None
+) -> tuple[SharedCells, Hashes]:
+    """The structure, from the one ``before`` if its rows are here in any order, and the rows."""
+    rows = np.zeros(view.rows, np.uint64)
+    for name in NEEDS:
+        hashes = row_hash(view.numpy(name)) if name not in view.tensors else view.row_hashes(name)
+        rows = rows * np.uint64(0x9E3779B97F4A7C15) + hashes
+    if before is not None and len(before[1]) == len(rows):
+        cells, old = before
+        old_order, order = old.argsort(kind="stable"), rows.argsort(kind="stable")
+        if np.array_equal(old[old_order], rows[order]):
+            place = np.empty(len(rows), np.int64)
+            place[old_order] = order
+            return replace(cells, row=place[cells.row]), rows
+    return _build(view), rows
 
 
 def spreads(
@@ -87,7 +114,7 @@ def prefix_sums(cells: SharedCells, values: NDArray[np.float64]) -> NDArray[np.f
     """Summed probability of the distinct tokens after each prefix, by ``cells.prefix``."""
     first = np.exp(np.minimum(values[cells.start], 50.0))
     first[~np.isfinite(first)] = 0.0
-    return np.bincount(cells.prefix[cells.start], first).astype(np.float64, copy=False)
+    return np.bincount(cells.prefix_of_pair, first).astype(np.float64, copy=False)
 
 
 def largest_sum(noise: Noise) -> float:
@@ -107,7 +134,8 @@ def contradictions(view: BatchView, ctx: Context, field: str, noise: Noise) -> i
     return len(spreads(cells, values, noise)[2]) + int(beyond.sum())
 
 
-def _build(view: BatchView, stats: Mapping[str, Any]) -> SharedCells:
+def _build(view: BatchView) -> SharedCells:
+    stats = scan(view, (PROMPT_LENGTH, RESPONSE_LENGTH))
     prompts = view.row_hashes("prompts") * np.uint64(0x9E3779B97F4A7C15)
     prompts += stats["prompt_length"].astype(np.uint64)
     lengths, mask = stats["response_length"], view.numpy("response_mask")

@@ -24,6 +24,7 @@ from dataproto_audit.reference.groups import (
     group_stats,
     stats_of_codes,
 )
+from dataproto_audit.reference.recursions import discounted, gae_terms
 from dataproto_audit.reference.rules import GROUP_RULES, fit_group_rules
 from dataproto_audit.reference.shapes import Exact, GroupIds, Mask, Tokens, as_bool, checked
 
@@ -212,15 +213,10 @@ def gae(
     Raises:
         ValueError: ``whitened`` with fewer than two trained tokens.
     """
-    on, rewards, exact = as_bool(response_mask), token_level_rewards.double(), values.double()
-    advantages = torch.zeros_like(exact)
-    running = following = exact.new_zeros(exact.shape[0])
-    for t in reversed(range(exact.shape[1])):
-        delta = rewards[:, t] + gamma * following - exact[:, t]
-        running = torch.where(on[:, t], delta + gamma * lam * running, running)
-        following = torch.where(on[:, t], exact[:, t], following)
-        advantages[:, t] = running
-    advantages = torch.where(on, advantages, 0.0)
+    on, exact = as_bool(response_mask), values.double()
+    parts = (x.cpu().numpy() for x in (token_level_rewards.double(), exact, on))
+    raw = gae_terms(*parts, gamma=gamma, lam=lam)
+    advantages = torch.from_numpy(raw).to(exact.device)
     returns = torch.where(on, advantages + exact, 0.0)
     return (whiten(advantages, response_mask, eps=eps) if whitened else advantages), returns
 
@@ -228,13 +224,9 @@ def gae(
 @checked
 def rewards_to_go(token_level_rewards: Tokens, response_mask: Mask, *, gamma: float = 1.0) -> Exact:
     """G_t = r_t + gamma G_{t+1} over the trained tokens of each row; 0 off the mask."""
-    on, rewards = as_bool(response_mask), token_level_rewards.double()
-    returns = torch.zeros_like(rewards)
-    running = rewards.new_zeros(rewards.shape[0])
-    for t in reversed(range(rewards.shape[1])):
-        running = torch.where(on[:, t], rewards[:, t] + gamma * running, running)
-        returns[:, t] = running
-    return torch.where(on, returns, 0.0)
+    rewards = token_level_rewards.double()
+    returns = discounted(rewards.cpu().numpy(), as_bool(response_mask).cpu().numpy(), gamma)
+    return torch.from_numpy(returns).to(rewards.device)
 
 
 @checked

@@ -25,11 +25,15 @@ def explanation(name: str) -> str:
 def _code(name: str) -> str:
     code = CODES[name]
     lines = [f"{code.code}  {code.title}", "", code.meaning]
+    if code.example:
+        lines += ["", f"Example: {code.example}"]
     if code.causes:
         lines += ["", "Causes, most frequent first:"]
         lines += [f"  {cause}: {CAUSES[cause]}" for cause in code.causes]
     if code.fix:
         lines += ["", f"What to do: {code.fix}"]
+    if code.reports:
+        lines += ["", "Met by others:", *(f"  https://github.com/{r}" for r in code.reports)]
     return "\n".join(lines)
 
 

@@ -31,6 +31,8 @@ class ToyPolicy:
     version: float = 0.0
     spread: float = 2.0
     stop_logit: float = 1.5
+    top_p: float = 1.0
+    reserved: int = 0
 
     def at(self, version: float) -> ToyPolicy:
         """The same policy after some training."""
@@ -43,10 +45,11 @@ class ToyPolicy:
         logits = self.spread * (_unit(base) + self.version * _unit(drift))
         logits[:, STOP] = self.stop_logit
         logits[:, :STOP] = NEVER
+        logits[:, self.vocab - self.reserved :] = NEVER
         logits /= self.temperature
         logits -= logits.max(1, keepdims=True)
         out: Floats = logits - np.log(np.exp(logits).sum(1, keepdims=True))
-        return out
+        return out if self.top_p >= 1.0 else _nucleus(out, self.top_p)
 
     def score(self, prompt: Hash, responses: Ids) -> tuple[Floats, Floats]:
         """Log-prob of each response token and entropy before it, both ``[N, R]``."""
@@ -55,7 +58,7 @@ class ToyPolicy:
         for column in range(responses.shape[1]):
             log_p = self.log_probs(prefix)
             chosen[:, column] = log_p[rows, responses[:, column]]
-            entropy[:, column] = -(np.exp(log_p) * log_p).sum(1)
+            entropy[:, column] = -(np.exp(log_p) * np.maximum(log_p, 2 * NEVER)).sum(1)
             prefix = extended(prefix, responses[:, column])
         return chosen, entropy
 
@@ -87,7 +90,9 @@ def sample(
         noisy[endless, STOP] = -np.inf
         tool = (rows % 2 == 0) & (column % 4 in (1, 2)) & tools & ~short
         ids = np.where(short, STOP, noisy.argmax(1))
-        ids = np.where(tool, random.integers(STOP + 1, policy.vocab, len(rows)), ids)
+        low = policy.vocab - policy.reserved if policy.reserved else STOP + 1
+        high = policy.vocab - (policy.reserved > 0)
+        ids = np.where(tool, random.integers(low, high, len(rows)), ids)
         responses[going, column] = ids[going]
         attended[:, column], trained[:, column] = going, going & ~tool
         prefix = extended(prefix, responses[:, column])
@@ -106,6 +111,18 @@ def prompt_hash(prompts: Ids, attended: NDArray[np.bool_]) -> Hash:
 def extended(prefix: Hash, token: Ids) -> Hash:
     """Prefix hash after one more token, ``[N]``."""
     return _mixed(prefix * np.uint64(0xD1342543DE82EF95) + token.astype(np.uint64) + np.uint64(1))
+
+
+def _nucleus(log_p: Floats, top_p: float) -> Floats:
+    """The most likely tokens that hold ``top_p`` of the probability, as a distribution."""
+    order = np.argsort(-log_p, 1)
+    ranked = np.take_along_axis(np.exp(log_p), order, 1)
+    before = np.cumsum(ranked, 1) - ranked
+    kept = np.zeros(log_p.shape, bool)
+    np.put_along_axis(kept, order, before < top_p, 1)
+    out = np.where(kept, log_p, -np.inf)
+    whole: Floats = out - np.log(np.exp(out).sum(1, keepdims=True))
+    return whole
 
 
 def _mixed(bits: Hash) -> Hash:

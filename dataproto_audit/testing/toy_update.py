@@ -24,6 +24,7 @@ class Plan:
     lengths: Index
     mini_batch: Index
     parts: tuple[tuple[tuple[Index, ...], ...], ...]
+    limit: int | None = None
 
     @property
     def chunk(self) -> int:
@@ -40,24 +41,67 @@ class Plan:
             notes.append({
                 "rank": rank, "rows": len(own), "tokens": int(own.sum()), "micro_batches": sums,
                 "indices": [micro.tolist() for micro in micros], "peak_token_sum": max(sums),
-                "token_limit": 4 * max(sums), "cpu_s": 0.1, "wall_s": 0.2,
+                "token_limit": self.limit or 4 * max(sums), "cpu_s": 0.1, "wall_s": 0.2,
             })  # fmt: skip
         return notes
 
 
-def plan(lengths: Index, ranks: int, mini_batches: int, micro_rows: int, *, seed: int) -> Plan:
-    """Rows of each rank in random order, cut into mini-batches and those into micro-batches."""
+def plan(
+    lengths: Index,
+    ranks: int,
+    mini_batches: int,
+    micro_rows: int,
+    *,
+    seed: int,
+    limit: int | None = None,
+) -> Plan:
+    """Rows of each rank in random order, cut into mini-batches and those into micro-batches.
+
+    With a ``limit`` of tokens, micro-batches are cut by tokens, and all ranks open as many.
+    """
     random, chunk = np.random.default_rng(seed), len(lengths) // ranks
     mini_batch = np.zeros(len(lengths), np.int64)
-    parts = []
+    parts: list[list[list[Index]]] = []
     for rank in range(ranks):
         minis = []
         for number, rows in enumerate(np.array_split(random.permutation(chunk), mini_batches)):
             mini_batch[rank * chunk + rows] = number
-            cuts = range(micro_rows, len(rows), micro_rows)
-            minis.append(tuple(np.split(np.sort(rows), list(cuts))))
-        parts.append(tuple(minis))
-    return Plan(lengths, mini_batch, tuple(parts))
+            own = lengths[rank * chunk : (rank + 1) * chunk]
+            if limit is None:
+                cuts = range(micro_rows, len(rows), micro_rows)
+                minis.append(np.split(np.sort(rows), list(cuts)))
+            else:
+                minis.append(_bins(np.sort(rows), own, limit))
+        parts.append(minis)
+    if limit is not None:
+        for number in range(mini_batches):
+            most = max(len(minis[number]) for minis in parts)
+            for minis in parts:
+                minis[number] = _split_to(minis[number], most)
+    frozen = tuple(tuple(tuple(mini) for mini in minis) for minis in parts)
+    return Plan(lengths, mini_batch, frozen, limit)
+
+
+def _bins(rows: Index, lengths: Index, limit: int) -> list[Index]:
+    """Micro-batches of at most ``limit`` tokens: each row into the first that has room."""
+    bins: list[list[int]] = []
+    for row in rows.tolist():
+        room = (b for b in bins if int(lengths[b].sum()) + int(lengths[row]) <= limit)
+        found = next(room, None)
+        if found is None:
+            bins.append([row])
+        else:
+            found.append(row)
+    return [np.asarray(b, np.int64) for b in bins]
+
+
+def _split_to(bins: list[Index], count: int) -> list[Index]:
+    """As many micro-batches as the other ranks have: the fullest ones are cut in two."""
+    out = list(bins)
+    while len(out) < count:
+        out.sort(key=len, reverse=True)
+        out[:1] = [out[0][: len(out[0]) // 2], out[0][len(out[0]) // 2 :]]
+    return out
 
 
 def losses(tensors: Any, plan: Plan, settings: Settings) -> list[dict[str, float]]:
@@ -82,6 +126,7 @@ def _share(tensors: Any, rows: Any, settings: Settings, whole: float) -> dict[st
         taken: torch.Tensor = tensors[name][rows]
         return taken
 
+    fields = tensors.keys()
     terms = policy_loss(
         part("update_log_probs"),
         part("old_log_probs"),
@@ -89,6 +134,7 @@ def _share(tensors: Any, rows: Any, settings: Settings, whole: float) -> dict[st
         part("response_mask"),
         ref_log_prob=part("ref_log_prob") if settings.use_kl_loss else None,
         entropy=part("update_entropys") if settings.entropy_coeff else None,
+        rollout_is_weights=part("rollout_is_weights") if "rollout_is_weights" in fields else None,
         clip_ratio_low=settings.clip_ratio_low,
         clip_ratio_high=settings.clip_ratio_high,
         clip_ratio_c=settings.clip_ratio_c,

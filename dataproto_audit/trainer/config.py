@@ -227,6 +227,7 @@ class AuditConfig:
     level: str = "full"
     on_fail: str = "raise"
     inject: str | None = None
+    policy: str | None = None
     sync_probe_every: int = 20
 
 

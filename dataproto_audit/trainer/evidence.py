@@ -7,12 +7,13 @@ in any process is metered as auditing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import DictConfig
 
 from dataproto_audit.auditor import Settings
+from dataproto_audit.checker.config import settings_from
 from dataproto_audit.protocol import DataProto
 from dataproto_audit.trainer.callbacks import Callbacks
 from dataproto_audit.trainer.cpu import CpuMeter
@@ -27,38 +28,19 @@ PROBED_ROWS = 8
 
 def audit_settings(config: DictConfig, tokenizer: Tokenizer, vocab_size: int) -> Settings:
     """What the run is configured to do, in the words of the probes."""
-    roles, actor, rollout = (
-        config.actor_rollout_ref,
-        config.actor_rollout_ref.actor,
-        config.actor_rollout_ref.rollout,
-    )
-    low, high = actor.clip_ratio_low, actor.clip_ratio_high
-    compute = actor.fsdp_config.param_dtype
-    return Settings(
-        n=rollout.n,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        adv_estimator=config.algorithm.adv_estimator,
-        norm_adv_by_std=config.algorithm.norm_adv_by_std_in_grpo,
-        loss_agg_mode=actor.loss_agg_mode,
-        clip_ratio_low=actor.clip_ratio if low is None else low,
-        clip_ratio_high=actor.clip_ratio if high is None else high,
-        clip_ratio_c=actor.clip_ratio_c,
-        use_kl_loss=actor.use_kl_loss,
-        kl_loss_coef=actor.kl_loss_coef,
-        kl_loss_type=actor.kl_loss_type,
-        entropy_coeff=actor.entropy_coeff,
+    roles = config.actor_rollout_ref
+    compute = roles.actor.fsdp_config.param_dtype
+    known, _ = settings_from(config, {})
+    return replace(
+        known,
         use_kl_in_reward=False,
         multi_turn=False,
         rejection=False,
         stop_ids=tuple(tokenizer.stop_ids),
         pad_id=tokenizer.pad_id,
-        max_response_length=config.data.max_response_length,
         vocab_size=vocab_size,
         world_size=world_size(config),
         trainer_dtype=compute if compute != "float32" else roles.model.dtype,
-        rollout_dtype=rollout.dtype,
         ref_from_actor=True,
         on_policy=True,
     )

@@ -39,6 +39,10 @@ class Prompts(Protocol):
         """The batch of ``step``."""
         ...
 
+    def one_pass(self) -> Iterator[DataProto]:
+        """Every row once, in batches."""
+        ...
+
 
 class Progress(Protocol):
     """Who is told how far the run is."""
@@ -213,18 +217,18 @@ class Loop:
         """Score responses to held-out prompts, sampled as ``rollout.val_kwargs`` says."""
         if self.parts.validation is None:
             return
-        settings = self.config.actor_rollout_ref.rollout.val_kwargs
-        prompts = self.parts.validation.batch(0).repeat(int(settings.n), interleave=True)
-        prompts.meta_info["global_steps"] = step
+        n, scores = int(self.config.actor_rollout_ref.rollout.val_kwargs.n), []
+        for prompts in self.parts.validation.one_pass():
+            rows = prompts.repeat(n, interleave=True)
+            rows.meta_info["global_steps"] = step
 
-        def work(_: DataProto) -> DataProto:
-            answered = rows_without_ids(prompts).union(self.parts.generate(prompts, {}, True))
-            return self.parts.score(answered)
+            def work(_: DataProto, rows: DataProto = rows) -> DataProto:
+                answered = rows_without_ids(rows).union(self.parts.generate(rows, {}, True))
+                return self.parts.score(answered)
 
-        scored = self.run("validation", step, work)
-        self.metrics["val-core/score/mean"] = float(
-            scored.batch["token_level_scores"].sum(1).mean()
-        )
+            scored = self.run("validation", step, work)
+            scores += scored.batch["token_level_scores"].sum(1).tolist()
+        self.metrics["val-core/score/mean"] = sum(scores) / max(1, len(scores))
 
     @contextmanager
     def clock(self, name: str) -> Iterator[None]:

@@ -5,6 +5,12 @@ Units: lengths in tokens, times in seconds, scores as the reward function return
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
 from dataproto_audit.protocol import DataProto
 
 
@@ -33,4 +39,19 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
     out["response_length/clip_ratio"] = float((response == width).mean())
     out["response/aborted_ratio"] = float((response == 0).mean())
     out["perf/total_num_tokens"] = float(attended.sum())
+    out["response_mask/tokens"] = float(mask.sum())
+    out["response_mask/masked_share"] = 1.0 - float(mask.sum()) / max(1.0, float(response.sum()))
+    out["groups/dead_share"] = dead_share(batch.non_tensor_batch["uid"].tolist(), rewards)
+    if "rollout_log_probs" in tensors and mask.any():
+        gap = tensors["old_log_probs"].numpy() - tensors["rollout_log_probs"].numpy()
+        out["rollout_corr/abs_log_prob_gap"] = float(np.abs(gap[mask]).mean())
     return out
+
+
+def dead_share(uids: Sequence[Any], rewards: NDArray[Any]) -> float:
+    """Share of the groups whose rows all have one reward; groups of one row do not count."""
+    groups: dict[Any, list[float]] = {}
+    for uid, reward in zip(uids, rewards.tolist(), strict=True):
+        groups.setdefault(uid, []).append(reward)
+    several = [own for own in groups.values() if len(own) > 1]
+    return sum(min(own) == max(own) for own in several) / len(several) if several else 0.0

@@ -10,7 +10,8 @@ from omegaconf import DictConfig
 
 from dataproto_audit.protocol import DataProto
 from dataproto_audit.trainer.cpu import CpuMeter
-from dataproto_audit.trainer.loop import Parts, Prompts
+from dataproto_audit.trainer.loop import Parts
+from dataproto_audit.trainer.prompts import PromptData
 from dataproto_audit.trainer.rollout.group import Rollout
 from dataproto_audit.trainer.workers.group import WorkerGroup
 
@@ -22,14 +23,14 @@ def build_parts(
     *,
     workers: WorkerGroup,
     rollout: Rollout,
-    prompts: Prompts,
-    validation: Prompts | None,
+    prompts: PromptData,
+    validation: PromptData | None,
     score: Callable[[DataProto], DataProto],
     checkpoints: Path,
     rewards: list[float],
     meter: CpuMeter,
 ) -> Parts:
-    """The loop's parts. ``rewards`` is saved with each checkpoint.
+    """The loop's parts. ``rewards`` and what the data is are saved with each checkpoint.
 
     At audit level ``full`` a weight sync carries checksums of both sides; ``meter`` is told what
     they cost in the ranks and in the engine.
@@ -63,7 +64,8 @@ def build_parts(
 
     def save(step: int) -> None:
         folder = checkpoints / f"step_{step:06d}"
-        workers.save_checkpoint(folder, step=step, extra={"rewards": list(rewards)})
+        extra = {"rewards": list(rewards), "data": prompts.identity()}
+        workers.save_checkpoint(folder, step=step, extra=extra)
 
     return Parts(
         prompts=prompts,

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from dataproto_audit.auditor import Auditor
 from dataproto_audit.codes import UsageError
 from dataproto_audit.dump.run_folder import RunFolder, default_run_dir
 from dataproto_audit.findings import OUTCOME_KINDS, SEVERITIES, AuditError
+from dataproto_audit.policy import load_policy
 from dataproto_audit.render.terminal import Progress
 from dataproto_audit.trainer.backends.checkpoint import latest
 from dataproto_audit.trainer.callbacks import Callbacks
@@ -36,6 +37,7 @@ from dataproto_audit.trainer.prompts import PromptData
 from dataproto_audit.trainer.rewards import Scorer, open_scorer
 from dataproto_audit.trainer.rollout.group import Rollout
 from dataproto_audit.trainer.validate import validate, world_size
+from dataproto_audit.trainer.workers import hang
 from dataproto_audit.trainer.workers.cluster import cluster, ray_options
 from dataproto_audit.trainer.workers.group import WorkerGroup
 from dataproto_audit.trainer.workers.spec import worker_spec
@@ -62,15 +64,8 @@ class Result:
     stopped_by: AuditError | None = None
 
 
-def run(
-    config: DictConfig,
-    *,
-    callbacks: Callbacks | None = None,
-    ray_cluster: AbstractContextManager[None] | None = None,
-) -> Result:
+def run(config: DictConfig, *, callbacks: Callbacks | None = None) -> Result:
     """Train as configured; ``summary.json`` in the run folder holds the summary too.
-
-    ``ray_cluster`` is entered before anything is asked of Ray; by default Ray is started here.
 
     Raises:
         UsageError: the configuration cannot work; nothing was started.
@@ -98,15 +93,20 @@ def run(
             level=config.audit.level,
             on_fail=config.audit.on_fail,
             tables=folder.tables,
+            policy=load_policy(config.audit.policy),
         )
-        stack.enter_context(ray_cluster or cluster(**ray_options(config)))
+        stack.enter_context(cluster(**ray_options(config)))
         stack.enter_context(_termination_interrupts())  # after Ray, which sets a handler of its own
         workers, rollout = _start(config, inputs, stack, progress, checkpoint)
+        if threading.current_thread() is threading.main_thread():
+            hang.report_on_signal(workers.notes)
         meter = CpuMeter()
         loop = _loop(config, inputs, workers, rollout, auditor, callbacks, progress, meter, folder)
         if checkpoint:
             loop.step = checkpoint.step
-            loop.rewards += workers.load_checkpoint(checkpoint.path).extra["rewards"]
+            extra = workers.load_checkpoint(checkpoint.path).extra
+            inputs.prompts.check_identity(extra["data"])
+            loop.rewards += extra["rewards"]
         meter.start([os.getpid(), *workers.pids, int((rollout.info or {})["pid"])])
         progress.start(int(config.trainer.total_training_steps), STAGES, first_step=loop.step + 1)
         stopped_by: AuditError | None = None

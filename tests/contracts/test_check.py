@@ -87,6 +87,12 @@ def test_known_factors_explain_a_size():
     [found] = wrong_fields(batch(old_log_probs=torch.zeros(2 * B, R)), factors={"dp": 2})
     assert "dp=2" in str(found.evidence["factor"])
     assert found.causes == ("not_repeated",)
+    copies = torch.rand(B, R)
+    for many in (copies.repeat(2, 1), copies.repeat_interleave(2, 0)):
+        [found] = wrong_fields(batch(old_log_probs=many), factors={"dp": 2})
+        assert found.causes == ("gathered_twice", "repeated_twice")
+    [found] = wrong_fields(batch(old_log_probs=torch.rand(2 * B, R)), factors={"dp": 2})
+    assert found.causes == ("not_repeated",)
     [found] = wrong_fields(batch(old_log_probs=torch.zeros(B - 1, R)), factors={"dp": 2})
     assert found.causes == ("rows_lost",)
 
@@ -123,8 +129,16 @@ def test_a_jagged_batch_compares_lengths():
 
 
 def test_a_jagged_field_among_padded_ones():
-    [found] = wrong_fields(batch(old_log_probs=jagged([5, 5, 5, 5], dtype=torch.float32)))
-    assert (found.field, found.expected) == ("old_log_probs", "padded rows, as responses has them")
+    """Its rows are as long as the padded ones are attended."""
+    attention = torch.ones(4, 8, dtype=torch.int64)
+    attention[2, 5:] = 0  # the response of row 2 has two of its five tokens
+    [found] = wrong_fields(
+        batch(attention_mask=attention, old_log_probs=jagged([5, 5, 5, 5], dtype=torch.float32))
+    )
+    assert (found.field, found.expected) == ("old_log_probs", "row lengths of response")
+    assert "rows [2]" in found.actual
+    own = jagged([5, 5, 2, 5], dtype=torch.float32)
+    assert wrong_fields(batch(attention_mask=attention, old_log_probs=own)) == []
 
 
 def test_an_axis_that_nobody_tells_is_not_checkable():

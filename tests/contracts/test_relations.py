@@ -183,3 +183,48 @@ def test_two_exchanged_rows_are_named_alone():
     [violation] = expanded(order)
     assert violation.rows == (2, 3)
     assert violation.causes == ("row_permutation",)
+
+
+def test_a_row_doubled_in_a_stage_that_keeps_the_order():
+    before = RowState(BatchView.of(batch()))
+    order = np.arange(ROWS)
+    order[5] = 4
+    after = RowState(BatchView.of(reordered(batch(), order)), before)
+    [found] = compare_rows(STAGES["reward"], before, after, sizes={})
+    assert (found.code, found.field, found.rows) == ("DPA105", "", (5,))
+    assert found.causes[0] == "rows_lost"
+
+
+def test_a_row_doubled_within_its_group_is_no_overwritten_field():
+    order = ORDER.copy()
+    order[1] = order[2]  # rows of one prompt: only the tokens tell them apart
+    [found] = balance(reordered(batch(), order))
+    assert (found.code, found.causes[0]) == ("DPA105", "rows_lost")
+    assert found.actual == "1 rows did not enter, 1 are missing"
+
+
+def test_cells_of_a_tensor_that_was_overwritten_while_rows_moved():
+    after = reordered(batch(), ORDER)
+    after["batch"]["scores"][2, 1] += 1.0
+    [found] = balance(after)
+    assert (found.code, found.field) == ("DPA106", "scores")
+    assert found.columns == {2: (1,)}
+
+
+@pytest.mark.parametrize(
+    ("change", "causes"),
+    [
+        (lambda uid: [f"x{row}" for row in range(len(uid))], ("uid_after_repeat", "split_group")),
+        (lambda uid: ["other", *uid[1:]], ("split_group", "uid_reused")),
+        (lambda uid: [uid[-1], *uid[1:]], ("split_group", "uid_reused")),
+        (lambda uid: [*uid[-1:], *uid[:-1]], ("row_permutation",)),
+    ],
+)
+def test_uids_tell_why_rows_belong_to_another_prompt(change, causes):
+    uid = np.array(["a", "b", "c", "d"], object)
+    origin, after = (
+        RowState(BatchView.of({"non_tensor_batch": {"uid": np.array(part, object)}}))
+        for part in (uid, change(uid.repeat(3).tolist()))
+    )
+    [found] = compare_expanded(origin, after, 3)
+    assert (found.code, found.causes) == ("DPA404", causes)

@@ -97,7 +97,7 @@ def test_entropies_may_be_consumed_between_stages_and_nothing_else():
     assert cross(trail, "advantage", BatchView.of({"batch": {"values": fields["values"]}}),
                  "before").violations == []  # fmt: skip
     [violation] = cross(trail, "update_actor", BatchView.of({"batch": {}}), "before").violations
-    assert violation.causes[0] == "changed_between_stages"
+    assert violation.causes == ("rows_lost", "changed_between_stages")
 
 
 def test_what_changed_on_the_way_in_is_not_held_against_the_stage():
@@ -140,3 +140,36 @@ def test_row_keys_come_from_the_prompts_until_the_batch_has_uids():
     cross(trail, "prompts", prompts(2))
     state = cross(trail, "rollout", sampled(4)).state
     assert [key.partition("/")[0] for key in trail.keys(state)] == ["u0", "u0", "u1", "u1"]
+
+
+@pytest.mark.parametrize("stage", ["union", "reward", "balance"])
+def test_meta_entries_of_the_run_are_kept(stage):
+    trail, fields = Trail(Settings()), {"batch": {"responses": torch.ones(3, 2)}}
+    cross(trail, "rollout", BatchView.of({**fields, "meta_info": {"temperature": 0.7, "x": 1}}))
+    crossing = cross(trail, stage, BatchView.of({**fields, "meta_info": {"x": 1}}))
+    [found] = crossing.violations
+    assert (found.code, found.field) == ("DPA107", "meta_info.temperature")
+    assert found.causes[0] == "meta_lost"
+
+
+def test_a_batch_that_carries_no_meta_entries_lost_none():
+    trail, fields = Trail(Settings()), {"batch": {"responses": torch.ones(3, 2)}}
+    cross(trail, "rollout", BatchView.of({**fields, "meta_info": {"temperature": 0.7}}))
+    assert cross(trail, "reward", BatchView.of(fields)).violations == []
+
+
+def test_a_fresh_batch_may_bring_its_own_meta_entries():
+    trail = Trail(Settings(n=1))
+    view = prompts(3)
+    cross(trail, "prompts", BatchView(view.tensors, view.arrays, {"temperature": 0.7}))
+    assert cross(trail, "rollout", sampled(3)).violations == []
+
+
+def test_what_the_rows_show_goes_before_what_is_supposed():
+    trail = Trail(Settings())
+    fields = {"responses": torch.arange(6).reshape(3, 2), "uid": np.array(["a", "b", "c"], object)}
+    cross(trail, "reward", BatchView.of(fields))
+    turned = {**fields, "uid": fields["uid"][::-1]}
+    [found] = cross(trail, "advantage", BatchView.of(turned), "before").violations
+    assert (found.code, found.causes[0]) == ("DPA113", "row_permutation")
+    assert "changed_between_stages" in found.causes

@@ -51,6 +51,23 @@ def test_a_tensor_field():
     assert (row["nan"], row["inf"], row["fingerprint"]) == (0, 0, "ff")
 
 
+def test_rows_in_another_order_are_not_measured_again():
+    view, names = batch(), [column.name for column in TABLES["fields"].given]
+    first = record.field_row(view, "rollout", "after", "advantages", "ff")
+    marked = tuple(9.0 if n == "mean" else v for n, v in zip(names, first, strict=True))
+
+    def mean(view, fingerprint):
+        row = record.field_row(view, "balance", "after", "advantages", fingerprint, marked)
+        assert row[:3] == ("balance", "after", "advantages")
+        assert row[-1] == fingerprint
+        return row[names.index("mean")]
+
+    assert mean(view, "ff") == 9.0
+    assert mean(view, "fe") == first[names.index("mean")]
+    double = batch(advantages=view.tensors["advantages"].double())
+    assert mean(double, "ff") == first[names.index("mean")]
+
+
 def test_values_that_are_not_finite_are_counted_and_left_out():
     values = torch.tensor([[float("nan"), 1.0], [float("inf"), -3.0]])
     row = field(batch(x=values), "x")

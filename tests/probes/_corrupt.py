@@ -13,6 +13,8 @@ from torch import Tensor
 
 from dataproto_audit.auditor import Auditor
 from dataproto_audit.findings import Finding, Outcome, Report
+from dataproto_audit.probes.registry import AT_END
+from dataproto_audit.protocol import DataProto
 from dataproto_audit.testing.healthy import Boundary, Options, boundaries
 from dataproto_audit.testing.toy_policy import STOP
 
@@ -27,13 +29,26 @@ class Truth:
 
 
 Change = Callable[[Boundary], Truth]
+METRICS: dict[str, Any] = {
+    "rollout_corr/abs_log_prob_gap": 0.004,
+    "actor/lr": 1e-6,
+    "actor/ppo_epochs": 2,
+    "actor/pg_clipfrac": 0.01,
+    "actor/ppo_kl": 0.002,
+    "response_mask/tokens": 900,
+    "response_mask/masked_share": 0.2,
+    "groups/dead_share": 0.3,
+}
+"""Metrics of a healthy step, as far as several steps are looked at."""
+HISTORY = {name: (value,) * 4 for name, value in METRICS.items()}
 
 
 @dataclass(frozen=True)
 class Case:
     """``change`` is made after ``stage``; ``probe`` must find it after ``at``.
 
-    ``also`` are the codes of all other findings at that boundary.
+    ``also`` are the codes of all other findings at that boundary. With ``stage`` at the end of the
+    step, ``change`` is made to its metrics, which are the evidence there.
     """
 
     probe: str
@@ -87,14 +102,22 @@ def audit(
     history: Mapping[str, Sequence[float]] | None = None,
     **faults: Any,
 ) -> Ran:
-    """Audit one step up to the boundary after ``until``; ``change`` is made by stage."""
-    options = options or Options()
+    """Audit one step up to the boundary after ``until``; ``change`` is made by stage.
+
+    Until the end of the step there are only its metrics.
+    """
+    options, change = options or Options(), change or {}
     auditor = Auditor(replace(options.settings(), **(settings or {})), on_fail="record")
     auditor.history.update({name: list(values) for name, values in (history or {}).items()})
     auditor.begin_step(options.step)
     ran = Ran(auditor, [], [])
+    if until == AT_END:
+        b = Boundary(AT_END, "after", DataProto(), dict(METRICS))
+        ran.truths += [made(b) for made in change.values()]
+        ran.reports.append((AT_END, "after", auditor.end_step(b.evidence)))
+        return ran
     for b in boundaries(options, **faults):
-        if b.when == "after" and change and b.stage in change:
+        if b.when == "after" and b.stage in change:
             ran.truths.append(change[b.stage](b))
         report = auditor.boundary(b.stage, b.batch, when=b.when, evidence=b.evidence)
         ran.reports.append((b.stage, b.when, report))
@@ -130,7 +153,7 @@ def check_case(case: Case) -> None:
     assert case.says in str(finding)
     assert f"{case.code} {case.severity}: {finding.title}" in str(finding)
     assert ran.outcome(case.probe, at).kind == "failed"
-    if truth.rows and at not in ("prompts", "validation"):
+    if truth.rows and at not in ("prompts", "validation"):  # rows that nothing has named yet
         assert len(finding.row_keys) == len(truth.rows) == len(set(finding.row_keys))
     rest = [f for f in ran.report(at) if f is not finding]
     others = [f.code for f in rest]

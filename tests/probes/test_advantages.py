@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -49,9 +51,9 @@ def spread_over_the_row(b: Boundary) -> Truth:
 
 
 CASES = [
-    Case("advantage_recomputed", "DPA408", "advantage", one_cell, "row_permutation",
-         "estimator: grpo"),
-    Case("advantage_recomputed", "DPA408", "advantage", not_a_number, "row_permutation",
+    Case("advantage_recomputed", "DPA408", "advantage", one_cell,
+         "wrong_group_normalisation", "estimator: grpo"),
+    Case("advantage_recomputed", "DPA408", "advantage", not_a_number, "non_finite",
          "actual    nan"),
     Case("advantage_recomputed", "DPA408", "advantage", without_std,
          "wrong_group_normalisation", "rule that fits"),
@@ -125,3 +127,86 @@ def test_a_group_with_a_broken_reward_is_left_to_the_finite_check() -> None:
     ran = audit(change={"reward": broken}, until="advantage")
     assert ran.findings("reward_finite", "reward")
     assert ran.outcome("advantage_recomputed", "advantage").kind == "passed"
+
+
+# -- causes are tried ------------------------------------------------------------------------------
+
+
+def _of_groups(codes: Any) -> Any:
+    """Advantages of other groups than those of the uid; ``codes`` numbers rows of a batch of n."""
+
+    def change(b: Boundary) -> Truth:
+        tensors = b.batch.batch
+        groups = codes(torch.arange(len(tensors[FIELD])))
+        made = estimators.grpo(tensors["token_level_rewards"], tensors["response_mask"], groups)
+        tensors[FIELD] = made[0].float()
+        return Truth(FIELD)
+
+    return change
+
+
+def other_sign(b: Boundary) -> Truth:
+    b.batch.batch[FIELD] = -b.batch.batch[FIELD]
+    return Truth(FIELD)
+
+
+def halved(b: Boundary) -> Truth:
+    b.batch.batch[FIELD] = b.batch.batch[FIELD] / 2
+    return Truth(FIELD)
+
+
+def nothing(b: Boundary) -> Truth:
+    own(b, FIELD)[:] = 0.0
+    return Truth(FIELD)
+
+
+def one_row_late(b: Boundary) -> Truth:
+    values, mask = b.batch.batch[FIELD], b.batch.batch["response_mask"] != 0
+    own_value = values.gather(1, mask.int().argmax(1, keepdim=True))
+    b.batch.batch[FIELD] = torch.where(mask, torch.roll(own_value, 1, 0), 0.0)
+    return Truth(FIELD)
+
+
+WIDE = Options(prompts=8, n=4, response_width=8, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("change", "cause", "told"),
+    [
+        (other_sign, "wrong_sign", "with the other sign"),
+        (_of_groups(lambda rows: rows * 0), "wrong_group_normalisation", "all rows as one group"),
+        (_of_groups(lambda rows: rows // 4), "tiled_groups", "groups of 4 consecutive rows"),
+        (_of_groups(lambda rows: rows), "wrong_group_normalisation", "rule that fits: raw_score"),
+        (without_std, "wrong_group_normalisation", "rule that fits: mean_only"),
+        (one_row_late, "row_permutation", "rows matched anew"),
+        (nothing, "zero_advantage", ""),
+        (halved, "wrong_group_normalisation", ""),
+    ],
+)
+def test_the_cause_that_gives_the_advantages_comes_first(
+    change: Any, cause: str, told: str
+) -> None:
+    ran = audit(WIDE, {"advantage": change}, until="advantage")
+    [finding] = ran.findings("advantage_recomputed", "advantage")
+    assert finding.causes[0] == cause
+    assert any(told in name for name in finding.evidence)
+
+
+def test_returns_are_the_advantages() -> None:
+    def other(b: Boundary) -> Truth:
+        row = row_of(b, 4)
+        own(b, "returns")[row, 2] += 0.1
+        return at("returns", (row, 2))
+
+    ran = audit(change={"advantage": other}, until="advantage")
+    [finding] = ran.findings("advantage_recomputed", "advantage")
+    assert (finding.field, finding.severity) == ("returns", "warn")
+    assert finding.columns == ran.truths[0].columns
+
+
+def test_groups_of_different_sizes_may_be_sessions() -> None:
+    """Several outputs of one session share an advantage, and nothing in the batch says so."""
+    options = Options(prompts=3, counts=(3, 5, 4))
+    ran = audit(options, {"advantage": one_cell}, until="advantage")
+    [finding] = ran.findings("advantage_recomputed", "advantage")
+    assert finding.severity == "warn"

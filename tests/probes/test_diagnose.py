@@ -22,6 +22,7 @@ def log_probs(seed: int = 0) -> np.ndarray:
 def explained(old: np.ndarray, rollout: np.ndarray, **options: Any) -> Finding:
     mask = options.pop("mask", np.ones((ROWS, WIDTH), np.int64))
     fields = {"old_log_probs": old, "rollout_log_probs": rollout, "response_mask": mask}
+    fields |= options.pop("fields", {})
     view = BatchView.of({"batch": {n: torch.from_numpy(v.copy()) for n, v in fields.items()}})
     context = Context(1, "old_log_prob", "after", Settings(), check="probe", code="DPA303")
     bad = (np.abs(old - rollout) > 1e-3) & (mask != 0)
@@ -109,3 +110,78 @@ def test_a_batch_of_one_token_has_no_shift_and_no_slope() -> None:
     finding = explained(log_probs() - 1, log_probs(), mask=mask)
     assert finding.rows == (4,)
     assert finding.evidence["slope"] == 1.0
+
+
+def test_one_outlier_of_a_hundred_nats_is_no_shift() -> None:
+    right = log_probs()
+    old = right.copy()
+    old[5, 2] = -101.0
+    finding = explained(old, right)
+    assert (finding.code, finding.causes[0]) == ("DPA303", "row_outlier")
+    assert finding.columns == {5: (2,)}
+
+
+def test_only_the_rows_that_were_shifted_are_named() -> None:
+    right = log_probs()
+    old = right.copy()
+    old[:9] = np.roll(old[:9], 1, 1)
+    finding = explained(old, right)
+    assert (finding.code, finding.causes[0]) == ("DPA304", "shift")
+    assert finding.rows == tuple(range(9))
+
+
+def test_rows_of_other_lengths_are_matched_anew() -> None:
+    lengths = np.arange(ROWS) % WIDTH + 1
+    mask = (np.arange(WIDTH)[None] < lengths[:, None]).astype(np.int64)
+    right = log_probs() * mask
+    finding = explained(right[np.argsort(-lengths, kind="stable")], right, mask=mask)
+    assert finding.causes[0] == "row_permutation"
+    assert "rows fit another one" in str(finding.evidence["rows matched anew"])
+
+
+def test_zeros_where_nothing_was_computed() -> None:
+    old = log_probs()
+    old[-3:] = 0.0
+    finding = explained(old, log_probs())
+    assert finding.causes[0] == "placeholder_log_prob"
+    assert finding.rows == (21, 22, 23)
+
+
+def test_rows_of_older_weights_are_told_by_their_version() -> None:
+    old, right = log_probs(), log_probs()
+    noise = np.random.default_rng(1).normal(0, 0.2, (12, WIDTH))
+    right[12:] += noise.astype(np.float32)
+    versions = {"weight_version": np.where(np.arange(ROWS) < 12, 5, 4)}
+    assert explained(old, right, fields=versions).causes[0] == "stale_rollout_weights"
+    turned = {"weight_version": np.where(np.arange(ROWS) < 12, 4, 5)}
+    assert explained(old, right, fields=turned).causes[0] == "cross_row_leakage"
+
+
+def test_one_offset_of_a_cast_is_precision() -> None:
+    finding = explained(log_probs() - np.float32(0.0125), log_probs())
+    assert finding.causes[0] == "precision"
+    wide = explained(log_probs() + np.float32(0.3), log_probs())
+    assert wide.causes[0] == "stale_rollout_weights"
+
+
+def test_a_rollout_above_on_all_tokens_was_filtered() -> None:
+    up = np.random.default_rng(2).uniform(0.0, 0.2, (ROWS, WIDTH)).astype(np.float32)
+    right = log_probs() - np.float32(0.5)
+    assert explained(right, right + up).causes[0] == "sampling_filter"
+    assert "sampling_filter" not in explained(right + up, right).causes[:1]
+
+
+def test_update_log_probs_of_later_mini_batches_say_nothing() -> None:
+    right = log_probs()
+    mini = (np.arange(ROWS) >= 12).astype(np.int64)
+    new = right + np.where(mini[:, None] == 1, 9.0, 0.01).astype(np.float32)
+    bad = (np.abs(new - right) > 1e-3) & (mini[:, None] == 0)
+    fields = {"old_log_probs": right, "update_log_probs": new, "mini_batch": mini,
+              "response_mask": np.ones((ROWS, WIDTH), np.int64)}  # fmt: skip
+    view = BatchView.of({"batch": {n: torch.from_numpy(v.copy()) for n, v in fields.items()}})
+    context = Context(1, "update_actor", "after", Settings(), check="probe", code="DPA501")
+    [finding] = explain_gap(
+        view, context, bad, suspect="old_log_probs", witness="update_log_probs", noise=FP32
+    )
+    assert finding.causes[0] == "precision"
+    assert finding.evidence["max gap"] == pytest.approx(0.01, rel=1e-3)

@@ -25,9 +25,10 @@ def _metric(name: str, value: float) -> Change:
     return change
 
 
-def _spike(probe: str, code: str, metric: str, cause: str) -> Case:
+def _spike(probe: str, code: str, metric: str, cause: str, *also: str) -> Case:
     return Case(probe, code, "update_actor", _metric(metric, 5.0), cause,
-                "near its median 0.0103", severity="warn", history={metric: CALM})  # fmt: skip
+                "near its median 0.0103", severity="warn", history={metric: CALM},
+                also=also)  # fmt: skip
 
 
 def beyond_log_vocab(b: Boundary) -> Truth:
@@ -80,7 +81,7 @@ CASES = [
     Case("metrics_finite", "DPA601", "update_actor", _metric("actor/pg_loss", float("inf")),
          "non_finite", "actor/pg_loss = inf"),
     _spike("kl_spike", "DPA602", "actor/ppo_kl", "learning_rate_too_high"),
-    _spike("ref_kl_spike", "DPA602", "actor/kl_loss", "learning_rate_too_high"),
+    _spike("ref_kl_spike", "DPA602", "actor/kl_loss", "learning_rate_too_high", "DPA504"),
     _spike("grad_norm_spike", "DPA603", "actor/grad_norm", "bad_row"),
     Case("entropy_bounds", "DPA604", "old_log_prob", beyond_log_vocab, "temperature_mismatch",
          "log(vocabulary) = 3.466"),

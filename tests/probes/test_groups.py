@@ -38,9 +38,9 @@ def swapped_uids(b: Boundary) -> Truth:
     uids[[1, 5]] = uids[[5, 1]]
     prompts = b.batch.batch["prompts"]
     bad = torch.zeros(prompts.shape, dtype=torch.bool)
-    # The first row of each uid is the measure: rows 0 and 1.
-    for row, first in ((5, 0), (4, 1), (6, 1), (7, 1)):
-        bad[row] = prompts[row] != prompts[first]
+    # What most rows of a uid have is the measure.
+    for row, other in ((1, 4), (5, 0)):
+        bad[row] = prompts[row] != prompts[other]
     return where("prompts", bad)
 
 
@@ -59,10 +59,14 @@ def whole_group_has_another_prompt(b: Boundary) -> Truth:
 def tiled(b: Boundary) -> Truth:
     before = b.batch.non_tensor_batch["uid"].copy()
     faults.FAULTS["tiled_groups"].apply(b.batch)
-    prompts, uids = b.batch.batch["prompts"].numpy(), b.batch.non_tensor_batch["uid"].tolist()
-    assert (before != uids).any()
-    first = np.array([uids.index(uid) for uid in uids])
-    return where("prompts", prompts != prompts[first])
+    assert (before != b.batch.non_tensor_batch["uid"]).any()
+    prompts, want = b.batch.batch["prompts"].numpy(), np.zeros((16, LAST + 1), np.int64)
+    used = np.zeros(want.shape, bool)
+    for row, ids in enumerate(b.batch.non_tensor_batch["prompt_ids"]):  # each row's own prompt
+        want[row, LAST + 1 - len(ids) :] = ids
+        used[row, LAST + 1 - len(ids) :] = True
+    attended = b.batch.batch["attention_mask"][:, : LAST + 1].numpy() != 0
+    return where("prompts", (prompts != want) & (used | attended) | (used != attended))
 
 
 CASES = [
@@ -70,13 +74,13 @@ CASES = [
     Case("group_size", "DPA401", "union", one_uid_of_its_own, "split_group", "4 rows per uid",
          also=("DPA404",)),
     Case("group_size", "DPA401", "union", uid_after_repeat, "uid_after_repeat", "16 groups of 1",
-         also=("DPA404",)),
-    Case("group_prompt", "DPA402", "union", swapped_uids, "tiled_groups",
-         "another prompt in 4 of 16 rows", also=("DPA404",)),
+         also=("DPA404",), blames="prompts"),
+    Case("group_prompt", "DPA402", "union", swapped_uids, "row_permutation",
+         "another prompt in 2 of 16 rows", also=("DPA404",)),
     Case("group_prompt", "DPA402", "union", tiled, "tiled_groups", "groups: 4", also=("DPA404",)),
-    Case("group_prompt", "DPA402", "rollout", one_prompt_id, "tiled_groups",
+    Case("group_prompt", "DPA402", "rollout", one_prompt_id, "field_overwritten",
          "another prompt in 1 of 16 rows", at="union"),
-    Case("group_prompt", "DPA402", "rollout", whole_group_has_another_prompt, "tiled_groups",
+    Case("group_prompt", "DPA402", "rollout", whole_group_has_another_prompt, "field_overwritten",
          "another prompt in 4 of 16 rows", at="union"),
 ]  # fmt: skip
 
@@ -84,6 +88,40 @@ CASES = [
 @each(CASES)
 def test_it_is_found_where_it_is(case: Case) -> None:
     check_case(case)
+
+
+@pytest.mark.parametrize(("n", "severity"), [(5, "info"), (8, "fail")])
+def test_a_batch_that_is_no_multiple_of_n_is_a_piece_of_one(n: int, severity: str) -> None:
+    """16 rows in groups of 4: with n = 5 the batch was cut, with n = 8 the groups are wrong."""
+    [finding] = audit(until="union", settings={"n": n}).findings("group_size", "union")
+    assert (finding.severity, finding.stage) == (severity, "union")
+    assert finding.actual == "4 groups of 4"
+
+
+def test_a_batch_whose_rows_are_all_groups_of_their_own_is_no_piece() -> None:
+    change = {"union": uid_after_repeat}
+    [finding] = audit(change=change, until="union", settings={"n": 5}).findings(
+        "group_size", "union"
+    )
+    assert (finding.severity, finding.stage) == ("fail", "prompts")
+
+
+def test_images_may_make_one_prompt_of_several_lengths() -> None:
+    ran = audit(Options(images=True), until="union")
+    outcome = ran.outcome("group_prompt", "union")
+    assert (outcome.kind, outcome.reason) == ("not_applicable", "image ids may differ in number")
+
+
+@pytest.mark.parametrize(("n", "severity"), [(None, "info"), (2, "fail")])
+def test_a_uid_may_name_a_session_where_no_prompt_comes_twice(n: int | None, severity: str) -> None:
+    def sessions(b: Boundary) -> Truth:
+        own_array(b, "uid")[:] = [f"session-{row // 2}" for row in range(len(b.batch))]
+        return Truth("")
+
+    options = Options(prompts=8, n=1)
+    ran = audit(options, {"union": sessions}, until="union", settings={"n": n})
+    [finding] = ran.findings("group_prompt", "union")
+    assert finding.severity == severity
 
 
 def test_prompts_with_the_same_text_are_groups_of_their_own() -> None:

@@ -64,14 +64,14 @@ CASES = [
     Case(f"{REF}_nonpositive", "DPA302", "ref_log_prob", _cell(REF, 0.5),
          "positive_log_prob", "up to 0.5", also=("DPA305",)),
     Case("rollout_old_gap", "DPA303", "old_log_prob", _cell(OLD, -0.01, add=True),
-         "stale_rollout_weights", "1 tokens in 1 rows disagree"),
+         "precision", "1 tokens in 1 rows disagree"),
     Case("rollout_old_gap", "DPA304", "old_log_prob", shifted_old, "shift",
          "column t of old_log_probs must score responses[:, t]", options=WIDE,
          also=("DPA307",)),
     Case("rollout_old_gap", "DPA303", "old_log_prob", reordered_old, "row_permutation",
          "rows matched anew", options=WIDE),
     Case("old_ref_first", "DPA305", "ref_log_prob", _cell(REF, -0.5, add=True),
-         "reference_not_frozen", "1 tokens in 1 rows disagree"),
+         "row_outlier", "1 tokens in 1 rows disagree"),
     Case("precision", "DPA108", "old_log_prob", bfloat16_old, "precision",
          "old_log_probs bfloat16, rollout_log_probs float32", severity="warn"),
 ]  # fmt: skip
@@ -181,11 +181,41 @@ def test_what_does_not_apply_says_why(
     assert probe not in ran.auditor.fired
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_off_the_mask_is_a_warning(value: float) -> None:
+    """0 times NaN is NaN, so a mask does not remove it."""
+    seen: list[int] = []
+
+    def garbage(b: Boundary) -> Truth:
+        seen.append(row_of(b, 1))
+        own(b, OLD)[seen[0], 2] = value
+        return Truth(OLD)
+
+    ran = audit(change={"old_log_prob": garbage}, until="old_log_prob")
+    [finding] = ran.bad()
+    assert (finding.code, finding.severity, finding.check) == (
+        "DPA301", "warn", "old_log_probs_finite",
+    )  # fmt: skip
+    assert finding.columns == {seen[0]: (2,)}
+    assert finding.expected == "finite values also off the response mask"
+
+
+def test_finite_values_whose_sum_is_not_are_finite() -> None:
+    """Half precision ends at 65504, which the log-probs of one block add up to."""
+
+    def large(b: Boundary) -> Truth:
+        b.batch.batch[OLD] = torch.full_like(b.batch.batch[OLD], -30000.0).half()
+        return Truth(OLD)
+
+    ran = audit(change={"old_log_prob": large}, until="old_log_prob")
+    assert ran.outcome("old_log_probs_finite", "old_log_prob").kind == "passed"
+    assert not [f for f in ran.auditor.findings if f.code == "DPA901"]
+
+
 def test_values_off_the_mask_are_never_judged() -> None:
     def garbage(b: Boundary) -> Truth:
         row = row_of(b, 1)
-        own(b, OLD)[row, 2] = float("nan")
-        own(b, OLD)[row, 3] = 99.0
+        own(b, OLD)[row, 2:] = torch.tensor([-77.0, 99.0])
         return Truth(OLD)
 
     assert not audit(change={"old_log_prob": garbage}, until="old_log_prob").bad()

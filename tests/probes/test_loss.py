@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from dataproto_audit.reference.losses import policy_loss
 from dataproto_audit.testing.healthy import Boundary, Options
 
 from ._corrupt import Case, Truth, at, audit, check_case, each, loner, own
 
 AFTER = "update_actor"
 MINI = Options(mini_batches=2)
+FAR = Options(mini_batches=3, update_drift=6.0, step=3, response_width=8)
 
 
 def other_log_prob(b: Boundary) -> Truth:
@@ -29,8 +33,19 @@ def _term(name: str, factor: float, number: int = 0) -> Any:
     return change
 
 
+def _logged(value: Any, losses: bool = True) -> Any:
+    def change(b: Boundary) -> Truth:
+        b.evidence["metrics"]["actor/kl_loss"] = value
+        if not losses:
+            del b.evidence["losses"]
+        return Truth("actor/kl_loss")
+
+    change.__name__ = f"logged_{value}"
+    return change
+
+
 CASES = [
-    Case("first_ratio", "DPA501", AFTER, other_log_prob, "dropout_on",
+    Case("first_ratio", "DPA501", AFTER, other_log_prob, "row_outlier",
          "old_log_probs equal to update_log_probs", also=("DPA502",)),
     Case("loss_recomputed", "DPA502", AFTER, _term("pg_loss", 2.0), "loss_depends_on_split",
          "evidence  factor: 2"),
@@ -44,6 +59,8 @@ CASES = [
          "(token-mean) for mini-batch 0"),
     Case("loss_normaliser", "DPA503", AFTER, _term("normaliser", 2.0, 1), "wrong_normaliser",
          "mini-batches wrong: 1", options=MINI),
+    Case("logged_kl", "DPA504", AFTER, _logged(-0.05), "wrong_kl_estimator",
+         "is not the one that is trained on", options=FAR),
 ]  # fmt: skip
 
 
@@ -150,3 +167,141 @@ def test_the_ratio_of_later_mini_batches_is_free() -> None:
     assert ran.outcome("first_ratio", AFTER).kind == "passed"
     ran.auditor.end_step()
     assert ran.auditor.history["audit/first_ratio_gap_max"][0] < 1e-4
+
+
+# -- causes are tried ------------------------------------------------------------------------------
+
+
+def _remade(scale: float = 1.0, **changes: Any) -> Any:
+    """All losses with other settings than configured, times ``scale``."""
+
+    def change(b: Boundary) -> Truth:
+        s, tensors = FAR.settings(), b.batch.batch
+        how = {"clip_ratio_low": s.clip_ratio_low, "clip_ratio_high": s.clip_ratio_high,
+               "clip_ratio_c": 3.0, "kl_loss_coef": s.kl_loss_coef, **changes}  # fmt: skip
+        for number, loss in enumerate(b.evidence["losses"]):
+            rows = tensors["mini_batch"] == number
+            names = ("update_log_probs", "old_log_probs", "advantages", "response_mask")
+            ref = tensors["ref_log_prob"][rows]
+            made = policy_loss(*(tensors[n][rows] for n in names), ref_log_prob=ref, **how)
+            for name in ("pg_loss", "kl_loss", "total"):
+                loss[name] = scale * float(made[name])
+        return Truth("losses")
+
+    return change
+
+
+def of_micro_batches(b: Boundary) -> Truth:
+    """Means of the means of micro-batches."""
+    s, tensors = FAR.settings(), b.batch.batch
+    names = ("update_log_probs", "old_log_probs", "advantages", "response_mask", "ref_log_prob")
+    for number, loss in enumerate(b.evidence["losses"]):
+        made, start = [], 0
+        for rank in b.evidence["ranks"]:
+            for micro in rank["indices"]:
+                rows = torch.tensor(micro) + start
+                if int(tensors["mini_batch"][rows[0]]) != number:
+                    continue
+                *parts, ref = (tensors[n][rows] for n in names)
+                made.append(policy_loss(
+                    *parts, ref_log_prob=ref, clip_ratio_low=s.clip_ratio_low,
+                    clip_ratio_high=s.clip_ratio_high, kl_loss_coef=s.kl_loss_coef,
+                ))  # fmt: skip
+            start += rank["rows"]
+        for name in ("pg_loss", "kl_loss", "total"):
+            loss[name] = sum(float(part[name]) for part in made) / len(made)
+    return Truth("losses")
+
+
+def padded_count(b: Boundary) -> Truth:
+    for number, loss in enumerate(b.evidence["losses"]):
+        rows = int((b.batch.batch["mini_batch"] == number).sum())
+        for name in ("pg_loss", "kl_loss", "total"):
+            loss[name] *= loss["normaliser"] / (8 * rows)
+        loss["normaliser"] = 8.0 * rows
+    return Truth("losses")
+
+
+def bonus_added(b: Boundary) -> Truth:
+    for loss in b.evidence["losses"]:
+        loss["total"] += 2 * 0.001 * loss["entropy_loss"]
+    return Truth("losses")
+
+
+def kl_added(b: Boundary) -> Truth:
+    for loss in b.evidence["losses"]:
+        loss["total"] += 0.5 * loss["kl_loss"]
+    return Truth("losses")
+
+
+def _loss_finding(change: Any, options: Options = FAR) -> Any:
+    ran = audit(options, {AFTER: change}, until=AFTER)
+    [finding] = ran.findings("loss_recomputed", AFTER)
+    return finding
+
+
+@pytest.mark.parametrize(
+    ("change", "cause", "told"),
+    [
+        (_remade(clip_ratio_low=0.28, clip_ratio_high=0.2), "wrong_clip", "swapped"),
+        (_remade(clip_ratio_low=1.0, clip_ratio_high=1e9, clip_ratio_c=None), "wrong_clip",
+         "no clip"),
+        (_remade(loss_agg_mode="seq-mean-token-mean"), "wrong_normaliser", "aggregated as"),
+        (_remade(kl_loss_type="kl"), "wrong_kl_estimator", "k1"),
+        (_remade(2.0), "wrong_normaliser", "2 times too large"),
+        (of_micro_batches, "loss_depends_on_split", "micro-batches"),
+        (padded_count, "wrong_normaliser", "instead of"),
+        (kl_added, "engine_setting", "a KL coefficient of 0.51 instead of 0.01"),
+    ],
+)  # fmt: skip
+def test_the_cause_that_gives_the_reported_loss_comes_first(
+    change: Any, cause: str, told: str
+) -> None:
+    finding = _loss_finding(change)
+    assert finding.causes[0] == cause
+    assert told in finding.evidence["explained by"]
+
+
+def test_an_entropy_bonus_of_the_other_sign() -> None:
+    finding = _loss_finding(bonus_added, replace(FAR, entropy=True))
+    assert finding.causes[0] == "entropy_sign"
+
+
+def test_without_the_ranks_notes_no_split_is_tried() -> None:
+    def change(b: Boundary) -> Truth:
+        of_micro_batches(b)
+        del b.evidence["ranks"]
+        return Truth("losses")
+
+    finding = _loss_finding(change)
+    assert "explained by" not in finding.evidence
+    assert finding.causes[0] == "loss_depends_on_split"
+
+
+# -- the logged KL ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("value", "losses"), [(-0.05, True), (900.0, True), (-0.05, False)])
+def test_a_logged_kl_of_another_estimator(value: float, losses: bool) -> None:
+    ran = audit(FAR, {AFTER: _logged(value, losses)}, until=AFTER)
+    [finding] = ran.findings("logged_kl", AFTER)
+    assert (finding.code, finding.field) == ("DPA504", "actor/kl_loss")
+    assert finding.causes[0] == "wrong_kl_estimator"
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "kind", "reason"),
+    [
+        (_logged(None), {}, "not_checkable", "not recorded: metrics.actor/kl_loss"),
+        (_logged(float("nan")), {}, "not_checkable", "not recorded: metrics.actor/kl_loss"),
+        (_logged(-0.1, losses=False), {"kl_loss_type": "kl"}, "not_checkable",
+         "not recorded: losses.kl_loss"),
+        (_logged(-0.1), {"use_kl_loss": False}, "not_applicable", "no KL in the loss"),
+    ],
+)  # fmt: skip
+def test_a_logged_kl_that_cannot_be_judged(
+    change: Any, settings: dict[str, Any], kind: str, reason: str
+) -> None:
+    ran = audit(FAR, {AFTER: change}, until=AFTER, settings=settings)
+    outcome = ran.outcome("logged_kl", AFTER)
+    assert (outcome.kind, outcome.reason) == (kind, reason)

@@ -129,12 +129,12 @@ def _at_rollout(probe: str, code: str, change: Any, cause: str, says: str, *also
 CASES = [
     _at_rollout("mask_values", "DPA201", attention_of_two, "wrong_dtype", "actual    [2.0]"),
     _at_rollout("mask_values", "DPA201", negative_mask, "wrong_dtype", "actual    [-1.0]"),
-    _at_rollout("padding_side", "DPA202", hole_in_response, "left_right_padding",
-                "the response part is attended in pieces", "DPA204", "DPA205", "DPA206", "DPA207"),
+    _at_rollout("padding_side", "DPA202", hole_in_response, "mask_hole",
+                "the response part is attended in pieces", "DPA204", "DPA205", "DPA207"),
     _at_rollout("padding_side", "DPA202", hole_in_prompt, "left_right_padding",
                 "the prompt part is attended in pieces", "DPA204", "DPA207"),
-    _at_rollout("ids_layout", "DPA203", other_id, "shift", "1 ids differ in 1 rows"),
-    _at_rollout("ids_layout", "DPA203", other_prompt_id, "shift", "row 2: 5"),
+    _at_rollout("ids_layout", "DPA203", other_id, "stale_buffer", "1 ids differ in 1 rows"),
+    _at_rollout("ids_layout", "DPA203", other_prompt_id, "stale_buffer", "row 2: 5"),
     _at_rollout("ids_layout", "DPA203", swapped_ids, "row_permutation", "ids differ in 2 rows"),
     _at_rollout("positions", "DPA204", late_position, "wrong_position_ids",
                 "position 2 at row 4, column 6"),
@@ -309,3 +309,57 @@ def test_any_single_cell_is_found_in_its_row_or_harmless(
     }  # fmt: skip
     named = {(f.field, c) for f in findings for cols in f.columns.values() for c in cols}
     assert named & expected, "\n".join(map(str, findings))
+
+
+def _moved(by: int) -> Any:
+    def change(b: Boundary) -> Truth:
+        mask = own(b, "response_mask")
+        mask[:] = torch.roll(mask, by, 1)
+        mask[:, 0 if by > 0 else -1] = 0
+        return Truth("response_mask")
+
+    return change
+
+
+def _from_the_prompt(b: Boundary) -> Truth:
+    own(b, "response_mask")[:] = b.batch.batch["attention_mask"][:, :RESPONSE]
+    return Truth("response_mask")
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"), [(_moved(1), "shift"), (_from_the_prompt, "mask_from_prompt")]
+)
+def test_what_the_mask_was_built_from(change: Any, cause: str) -> None:
+    ran = audit(change={"rollout": change}, until="rollout")
+    for name in ("mask_on_padding", "mask_complete"):
+        [finding] = ran.findings(name, "rollout")
+        assert finding.causes[0] == cause
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_rows_that_all_end_on_one_unknown_id_were_stopped_by_it(same: bool) -> None:
+    def other_stop(b: Boundary) -> Truth:
+        ids = own(b, "responses")
+        ends = [(row, n - 1) for row, n in enumerate(lengths(b)) if n < RESPONSE][:4]
+        for place, (row, column) in enumerate(ends):
+            ids[row, column] = 11 if same else 11 + place
+        own(b, "input_ids")[:, PROMPT:] = ids
+        return at("responses", *ends)
+
+    [finding] = audit(change={"rollout": other_stop}, until="rollout").findings(
+        "stop_token", "rollout"
+    )
+    assert finding.causes[0] == ("wrong_stop_token" if same else "silent_truncation")
+
+
+@pytest.mark.parametrize(("scored", "cause"), [(True, "mask_hole"), (False, "left_right_padding")])
+def test_a_hole_with_a_log_prob_under_it_is_a_hole(scored: bool, cause: str) -> None:
+    def change(b: Boundary) -> Truth:
+        if not scored:
+            own(b, "rollout_log_probs")[0, 1] = 0.0
+        return hole_in_response(b)
+
+    [finding] = audit(change={"rollout": change}, until="rollout").findings(
+        "padding_side", "rollout"
+    )
+    assert finding.causes[0] == cause

@@ -68,7 +68,7 @@ def _too_likely(field: str) -> Change:
 
 CASES = [
     *(
-        Case(f"{field}_same_prefix", "DPA306", stage, _one_of_twins(field), "row_permutation",
+        Case(f"{field}_same_prefix", "DPA306", stage, _one_of_twins(field), "row_outlier",
              "one log-prob for one token after one prefix", also=GAP[field])
         for field, stage in HOME.items()
     ),
@@ -125,12 +125,30 @@ def test_stale_rollouts_are_no_one_policy(probe: str) -> None:
     assert ran.outcome(f"old_log_probs_{probe}", "old_log_prob").kind == "passed"
 
 
-def test_what_the_rollout_says_is_only_told_where_staleness_is_unknown() -> None:
-    change = {"rollout": _one_of_twins("rollout_log_probs")}
+@pytest.mark.parametrize("probe", ["same_prefix", "prefix_sum"])
+def test_the_rollout_is_not_judged_where_staleness_is_unknown(probe: str) -> None:
+    make = _one_of_twins if probe == "same_prefix" else _too_likely
+    change = {"rollout": make("rollout_log_probs")}
     ran = audit(change=change, until="rollout", settings={"on_policy": None})
-    [finding] = ran.findings("rollout_log_probs_same_prefix", "rollout")
-    assert finding.severity == "info"
-    assert finding.hint == "tell whether all rows were sampled with the same weights"
+    outcome = ran.outcome(f"rollout_log_probs_{probe}", "rollout")
+    assert outcome.kind == "not_checkable"
+    assert outcome.reason.startswith("tell settings.on_policy: ")
+    assert not ran.bad()
+
+
+def test_two_engines_that_contradict_themselves_alike_saw_more_than_the_ids() -> None:
+    """A session or a system prompt outside of the ids belongs to the prefix."""
+
+    def too_likely(field: str) -> Any:
+        return {HOME[field]: _too_likely(field)}
+
+    both = too_likely("rollout_log_probs") | too_likely("old_log_probs")
+    ran = audit(Options(balanced=False), both, until="old_log_prob", settings={"on_policy": None})
+    outcome = ran.outcome("old_log_probs_prefix_sum", "old_log_prob")
+    assert outcome.kind == "not_checkable"
+    assert outcome.reason.startswith("rollout_log_probs says so, too: ")
+    alone = audit(change=too_likely("old_log_probs"), until="old_log_prob")
+    assert alone.outcome("old_log_probs_prefix_sum", "old_log_prob").kind == "failed"
 
 
 @pytest.mark.parametrize("probe", ["same_prefix", "prefix_sum"])
@@ -228,6 +246,28 @@ def test_the_structure_is_kept_until_a_tensor_is_written() -> None:
     again = BatchView.of(view.tensors)
     assert shared_cells(again, context) is not first
     assert len(shared_cells(again, context).start) == 2
+
+
+def test_rows_that_moved_take_the_structure_along() -> None:
+    random = np.random.default_rng(3)
+    fields = [random.integers(0, 2, (12, width)) for width in (1, 3)]
+    fields += [np.ones((12, 3), np.int64), random.integers(0, 2, (12, 3))]
+    order, context = random.permutation(12), _context()
+
+    def cells(fields: list[Any], context: Context) -> list[tuple[int, ...]]:
+        found = shared_cells(_view(*fields), context)
+        pair = np.repeat(np.arange(len(found.start)), found.sizes())
+        columns = (found.prefix, pair, found.column, found.row)
+        return sorted(zip(*(column.tolist() for column in columns), strict=True))
+
+    assert cells(fields, context) == cells(fields, _context())
+    built = context.cache["trie"][0]
+    moved = [field[order] for field in fields]
+    assert cells(moved, context) == cells(moved, _context())
+    assert context.cache["trie"][0].start is built.start
+    moved[1][0, 0] ^= 1
+    assert cells(moved, context) == cells(moved, _context())
+    assert context.cache["trie"][0].start is not built.start
 
 
 def test_sums_and_spreads_of_a_small_batch() -> None:

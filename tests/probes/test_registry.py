@@ -16,7 +16,7 @@ from dataproto_audit.contracts.stages import STAGES
 from dataproto_audit.findings import SEVERITIES
 from dataproto_audit.probes import PROBES, Context, Settings, probe
 from dataproto_audit.probes import context as contexts
-from dataproto_audit.probes.registry import Probe
+from dataproto_audit.probes.registry import AT_END, Probe
 from dataproto_audit.probes.scan import sum_of
 from dataproto_audit.testing.healthy import Options
 
@@ -45,7 +45,7 @@ def test_every_probe_is_declared_well(name: str) -> None:
     assert made.name == name
     assert made.code in CODES
     assert made.severity in SEVERITIES
-    assert set(made.stages) <= set(STAGES)
+    assert set(made.stages) <= {*STAGES, AT_END}
     assert (made.run.__doc__ or "").strip()
     for need in made.needs:
         source, dot, rest = need.partition(".")
@@ -123,8 +123,9 @@ def test_needs_are_fields_and_what_is_beside_them() -> None:
     assert made.fields == ("responses", "values")
     view = BatchView.of({**FIELDS, "values": torch.zeros((2, 3))})
     nothing, some = _context(), _context(settings=Settings(n=2))
-    full = _context(settings=Settings(n=2), evidence={"losses": [1]}, history={"a/b": [1.0]})
-    noted = _context(settings=Settings(n=2), evidence={"losses": [1]})
+    notes = {"losses": [{"number": 1}]}
+    full = _context(settings=Settings(n=2), evidence=notes, history={"a/b": [1.0]})
+    noted = _context(settings=Settings(n=2), evidence=notes)
     assert made.missing(BatchView.of({}), nothing) == "field not in the batch: responses, values"
     assert made.missing(view, nothing) == "setting unknown: n"
     assert made.missing(view, some) == "not recorded: losses"
@@ -137,8 +138,17 @@ def test_empty_evidence_is_none(nothing: Any) -> None:
     made = _probe(needs=("evidence.ranks",))
     context = _context(evidence={"ranks": nothing})
     assert made.missing(BatchView.of(FIELDS), context) == "not recorded: ranks"
-    zero = _context(evidence={"ranks": np.zeros(2)})
-    assert made.missing(BatchView.of(FIELDS), zero) == ""
+    zero = _context(evidence={"weights": np.zeros(2)})
+    assert _probe(needs=("evidence.weights",)).missing(BatchView.of(FIELDS), zero) == ""
+
+
+@pytest.mark.parametrize("name", ["ranks", "losses", "metrics", "sampling", "sync_probe"])
+@pytest.mark.parametrize("value", [3, "x", [1], ["x"], float("nan"), np.ones(2), object()])
+def test_a_meta_entry_that_only_shares_the_name_is_no_evidence(name: str, value: Any) -> None:
+    made = _probe(needs=(f"evidence.{name}",))
+    context = _context(evidence={name: value})
+    assert made.missing(BatchView.of(FIELDS), context) == f"not recorded: {name}"
+    assert context.given(name) is None
 
 
 def test_broken_and_empty_fields_are_not_read() -> None:

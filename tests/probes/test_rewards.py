@@ -18,10 +18,12 @@ from ._corrupt import (
     own,
     own_array,
     row_of,
+    where,
 )
 
 SCORES = "token_level_scores"
 ALL_SCORED = Options(equal_groups=True)
+ABORTED = Options(aborted=1, balanced=False)
 
 
 def one_token_early(b: Boundary) -> Truth:
@@ -34,6 +36,14 @@ def one_token_early(b: Boundary) -> Truth:
 def on_padding(b: Boundary) -> Truth:
     truth = faults.FAULTS["reward_on_pad"].apply(b.batch)
     return Truth(truth.field, truth.rows, truth.columns)
+
+
+def wrapped_around(b: Boundary) -> Truth:
+    """A row without a response token: the column before the first is the last one."""
+    row = row_of(b, 0)
+    own(b, SCORES)[row, -1] = 1.0
+    own_array(b, "score")[row] = 1.0
+    return at(SCORES, (row, 3))
 
 
 def doubled(b: Boundary) -> Truth:
@@ -74,8 +84,10 @@ def _case(probe: str, code: str, change, cause: str, says: str, *also: str) -> C
 
 
 CASES = [
-    _case("reward_placement", "DPA405", one_token_early, "reward_shifted", "offset: -1"),
-    _case("reward_placement", "DPA405", on_padding, "reward_on_padding", "at column 3"),
+    _case("reward_placement", "DPA405", one_token_early, "reward_shifted", "offset: -1", "DPA411"),
+    _case("reward_placement", "DPA405", on_padding, "reward_on_padding", "at column 3", "DPA411"),
+    Case("reward_placement", "DPA405", "reward", wrapped_around, "reward_on_padding",
+         "no score in row 15, which has no response token", options=ABORTED),
     _case("reward_sum", "DPA406", doubled, "reward_lost", "sums to 1"),
     _case("reward_sum", "DPA406", lost, "reward_lost", "actual    0"),
     _case("reward_sum", "DPA406", rows_moved, "reward_rows_shifted", "row 0 sums to 0.25"),
@@ -143,3 +155,20 @@ def test_rounding_to_float32_is_fine() -> None:
         return Truth(SCORES)
 
     assert not audit(change={"reward": odd}, until="reward").bad()
+
+
+def on_every_token(b: Boundary) -> Truth:
+    """The row's score on each of its tokens, in rows with a score."""
+    scores, mask = own(b, SCORES), b.batch.batch["response_mask"] != 0
+    last = mask.shape[1] - 1 - mask.flip(1).int().argmax(1)
+    scored = scores.sum(1, keepdim=True)
+    scores[:] = torch.where(mask, scored, 0.0)
+    bad = (scores != 0) & (torch.arange(mask.shape[1]) != last[:, None])
+    return where(SCORES, bad)
+
+
+def test_the_score_on_every_token_is_no_process_reward() -> None:
+    ran = audit(ALL_SCORED, {"reward": on_every_token}, until="reward")
+    [finding] = ran.findings("reward_placement", "reward")
+    assert finding.causes[0] == "reward_on_every_token"
+    assert finding.columns == ran.truths[0].columns

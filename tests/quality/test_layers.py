@@ -12,14 +12,18 @@ from pathlib import Path
 PACKAGE = "dataproto_audit"
 
 # Lowest first. Inside DATA and ENTRY modules may import each other; elsewhere only within one name.
-DATA = ("codes", "findings", "_protocol", "protocol", "batch", "fingerprint")
+DATA = (
+    "catalogue", "codes", "findings", "_protocol", "protocol", "batch", "storage", "fingerprint",
+    "narrow", "fast", "policy",
+)  # fmt: skip
 ENTRY = ("cli", "pytest_plugin", "verl_plugin", "__main__", "__init__")
 LAYERS: tuple[tuple[str, ...], ...] = (
     DATA,
     ("dump",),
     ("reference", "contracts"),
-    ("probes", "render"),
+    ("probes", "render", "verdicts"),
     ("auditor",),
+    ("checker",),
     ("integrations", "trainer", "replay", "testing"),
     ENTRY,
 )

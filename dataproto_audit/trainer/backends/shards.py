@@ -1,13 +1,14 @@
 """Weights in pieces: what a rank holds of each tensor, how pieces are joined, and checksums.
 
 A rank exports its pieces as numpy arrays without any collective; the receiver (rollout engine,
-checkpoint reader, test) joins them. The checksum of a tensor is a sum over its elements, so ranks
+checkpoint reader, test) joins them. The checksum of a tensor is a sum over its words, so ranks
 compute it on their pieces and the driver adds the numbers up.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,42 +110,49 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_BLOCK = 1 << 18
+_BLOCK = 1 << 16
 
 
 @functools.cache
-def _ramp() -> NDArray[np.uint64]:
-    return np.arange(_BLOCK, dtype=np.uint64) * np.uint64(_GOLDEN)
+def _multipliers() -> NDArray[np.uint64]:
+    """A number for each position of a block: odd, so that it keeps every bit of a word."""
+    random = np.random.Generator(np.random.PCG64(20_250_711))
+    return random.integers(0, 2**64, _BLOCK, np.uint64) | np.uint64(1)
 
 
 def checksum(tensor: Tensor, *, start: int = 0) -> int:
-    """64-bit sum over elements of bit pattern times a number drawn from the position.
+    """64-bit sum over words of bit pattern times a number drawn from the position.
 
-    ``start`` is the position of the first element in the whole tensor: the sums of its pieces,
-    modulo 2**64, equal that of the whole. Sensitive to values, positions and single bits; not a
-    cryptographic digest. Works in blocks that stay in cache.
+    ``start`` is the position of the first element in the whole tensor, at the begin of a row: the
+    sums of its pieces, modulo 2**64, equal that of the whole. Sensitive to values, positions and
+    single bits; not a cryptographic digest.
     """
-    bits = to_bits(tensor).reshape(-1)
-    words = bits.view(_WORDS[bits.dtype.itemsize])
-    total = 0
-    for at in range(0, words.size, _BLOCK):
-        block = words[at : at + _BLOCK].astype(np.uint64)
-        # Odd multipliers keep every bit of the word; the golden-ratio constant spreads positions.
-        offset = np.uint64((start + at) * _GOLDEN % 2**64)
-        weights = (_ramp()[: block.size] + offset) | np.uint64(1)
-        total += int(block @ weights)
+    return _sum_of_bits(to_bits(tensor), start)
+
+
+def _sum_of_bits(bits: NDArray[Any], start: int) -> int:
+    """:func:`checksum` of the array that :func:`to_bits` makes, in blocks that stay in cache."""
+    # Words of 8 bytes where rows are made of them: then every piece is, wherever it was cut.
+    row, wide = math.prod(bits.shape[1:]) * bits.itemsize, bits.itemsize
+    if bits.ndim > 1 and row and row % 8 == 0:
+        wide = 8
+    words = bits.reshape(-1).view(_WORDS[wide])
+    position, total = start * bits.itemsize // wide, 0
+    while words.size:
+        number, first = divmod(position, _BLOCK)
+        block, words = words[: _BLOCK - first], words[_BLOCK - first :]
+        multipliers = _multipliers()[first : first + block.size]
+        total += (2 * number + 1) * int(block.astype(np.uint64, copy=False) @ multipliers)
+        position += block.size
     return total % 2**64
 
 
-def shard_checksums(shards: Mapping[str, tuple[Tensor, ShardSpec]], *, rank: int) -> dict[str, int]:
-    """Checksums of one rank's pieces, for :func:`add_checksums`."""
+def payload_checksums(payload: ShardPayload) -> dict[str, int]:
+    """Checksums of the pieces in one rank's payload, for :func:`add_checksums`."""
     sums = {}
-    for name, (tensor, spec) in shards.items():
-        if spec.replicated and rank:
-            continue
-        inner = int(np.prod(spec.shape[1:], dtype=np.int64))
-        sums[name] = checksum(tensor, start=spec.start * inner)
+    for name, bits in payload.arrays.items():
+        spec = payload.specs[name]
+        sums[name] = _sum_of_bits(bits, spec.start * math.prod(spec.shape[1:]))
     return sums
 
 

@@ -6,9 +6,10 @@ Written against vLLM 0.32. One tensor-parallel rank: shards of a TP engine are n
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,33 +62,59 @@ def read_back(worker: Any) -> tuple[dict[str, Tensor], list[str]]:
     found: dict[str, Tensor] = {}
     unread: list[str] = []
     with torch.inference_mode():
-        for path, module in model.named_modules():
-            for key, parameter in module.named_parameters(recurse=False):
-                tensor = _tensor(module, key, parameter)
-                parts = None if tensor is None else _unfuse(path, module, tensor, fused)
-                if tensor is None or parts is None:
-                    unread.append(f"{path}.{key}")
-                    continue
-                for name, part in parts:
-                    found[f"{name}.{key}"] = part.cpu()
+        for place in _places(model):
+            parameter = getattr(place.module, place.key)
+            tensor = _tensor(place, parameter)
+            parts = None if tensor is None else _unfuse(place.path, place.module, tensor, fused)
+            if tensor is None or parts is None:
+                unread.append(f"{place.path}.{place.key}")
+                continue
+            for name, part in parts:
+                found[f"{name}.{place.key}"] = part.cpu()
     return found, unread
 
 
-def _tensor(module: Any, key: str, parameter: Tensor) -> Tensor | None:
-    """Return the tensor the module computes with, or None if it cannot be had."""
+class _Place(NamedTuple):
+    """Where a parameter lives. ``packs``: its module may hold it in packed form only."""
+
+    path: str
+    module: Any
+    key: str
+    packs: bool
+    is_vocabulary: bool
+
+
+@functools.lru_cache(maxsize=1)  # walking the modules costs more than reading most of them
+def _places(model: Any) -> list[_Place]:
+    """Every parameter of the engine's model; loading weights fills them and moves none."""
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         ParallelLMHead,
         VocabParallelEmbedding,
     )
 
-    packed = key == "weight" and hasattr(module, "cpu_linear")
-    if packed and isinstance(module, (LinearBase, ParallelLMHead)):
+    return [
+        _Place(
+            path,
+            module,
+            key,
+            key == "weight" and isinstance(module, (LinearBase, ParallelLMHead)),
+            isinstance(module, VocabParallelEmbedding),
+        )
+        for path, module in model.named_modules()
+        for key, _ in module.named_parameters(recurse=False)
+    ]
+
+
+def _tensor(place: _Place, parameter: Tensor) -> Tensor | None:
+    """Return the tensor the module computes with, or None if it cannot be had."""
+    module = place.module
+    if place.packs and hasattr(module, "cpu_linear"):
         columns = getattr(module, "input_size_per_partition", None) or module.embedding_dim
         tensor = _unpack(module, parameter.dtype, int(columns))
     else:
         tensor = parameter.detach() if parameter.numel() else None
-    if tensor is not None and isinstance(module, VocabParallelEmbedding):
+    if tensor is not None and place.is_vocabulary:
         tensor = tensor[: module.org_vocab_size]  # vLLM pads the vocabulary
     return tensor
 
@@ -98,15 +125,24 @@ def _unpack(module: Any, dtype: Any, columns: int) -> Tensor | None:
 
     blocks, rows = [], 0
     for begin in range(0, columns, 256):
-        width = min(256, columns - begin)
-        probe = torch.zeros(width, columns, dtype=dtype)
-        probe[:, begin : begin + width] = torch.eye(width, dtype=dtype)
+        probe = _identity_rows(columns, begin, dtype)
         if rows * columns**2 > READ_BACK_LIMIT:
             return None
         block = module.cpu_linear(probe, module.weight, None)
         rows = block.shape[1]
         blocks.append(block.t())
-    return torch.cat(blocks, dim=1)
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
+
+
+@functools.lru_cache(maxsize=4)  # a model has few widths, and a wide one takes megabytes
+def _identity_rows(columns: int, begin: int, dtype: Any) -> Tensor:
+    """Up to 256 rows of the identity of ``columns`` columns, from row ``begin``."""
+    import torch
+
+    width = min(256, columns - begin)
+    rows = torch.zeros(width, columns, dtype=dtype)
+    rows[:, begin : begin + width] = torch.eye(width, dtype=dtype)
+    return rows
 
 
 def _unfuse(

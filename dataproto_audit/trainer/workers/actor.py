@@ -186,16 +186,10 @@ class TrainWorker:
 
         The note beside them holds their checksums if asked for, and what those cost.
         """
-        payload = pieces.pack(
-            self.actor.shards(),
-            rank=self.rank,
-            world_size=self.world_size,
-            version=self._version,
-            aliases=self.actor.aliases,
-        )
+        payload = self._payload(self.actor)
         size = sum(array.nbytes for array in payload.arrays.values())
         started = time.process_time()
-        sums = self.weights_checksum("actor") if checksums else {}
+        sums = pieces.payload_checksums(payload) if checksums else {}
         spent = time.process_time() - started
         note = {"rank": self.rank, "version": self._version, "bytes": size}
         return {**note, "checksums": sums, "checksum_cpu_s": spent}, payload
@@ -203,7 +197,16 @@ class TrainWorker:
     def weights_checksum(self, role: str) -> dict[str, int]:
         """Checksums of this rank's pieces."""
         backend = self.actor if role == "actor" else self._frozen()
-        return pieces.shard_checksums(backend.shards(), rank=self.rank)
+        return pieces.payload_checksums(self._payload(backend))
+
+    def _payload(self, backend: Backend) -> pieces.ShardPayload:
+        return pieces.pack(
+            backend.shards(),
+            rank=self.rank,
+            world_size=self.world_size,
+            version=self._version,
+            aliases=backend.aliases,
+        )
 
     def save_checkpoint(self, folder: str) -> RankFile:
         """Write what the next step depends on: weights, optimizer, random state, and the

@@ -10,9 +10,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import psutil
@@ -54,7 +52,12 @@ START_ATTEMPTS = 2
 
 def ray_options(config: DictConfig) -> dict[str, Any]:
     """What a run's configuration says about :func:`cluster`."""
-    return {"object_store_bytes": int(config.trainer.ray_object_store_bytes)}
+    trainer = config.trainer
+    ranks = int(trainer.nnodes) * int(trainer.n_gpus_per_node)
+    return {
+        "object_store_bytes": int(trainer.ray_object_store_bytes),
+        "num_cpus": max(8, ranks + 2),  # one for each rank, and for the engine
+    }
 
 
 @contextlib.contextmanager
@@ -104,44 +107,6 @@ def cluster(
                 reaper.communicate()
             if not keep_logs:
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def cluster_ahead(**options: Any) -> Iterator[AbstractContextManager[None]]:
-    """Start :func:`cluster` in a thread; what the block gets waits for it when it is entered.
-
-    Ray's daemons need seconds, in which the block can import and open what it needs. Ray is
-    stopped at the end of the block, whether it was waited for or not.
-    """
-    up, over = threading.Event(), threading.Event()
-    failed: list[Exception] = []
-
-    def hold() -> None:
-        # One thread from start to end: the kernel kills Ray's daemons when the thread goes that
-        # started them.
-        try:
-            with cluster(**options):
-                up.set()
-                over.wait()
-        except Exception as error:  # noqa: BLE001 - raised where the cluster is waited for
-            failed.append(error)
-        finally:
-            up.set()
-
-    @contextlib.contextmanager
-    def ready() -> Iterator[None]:
-        up.wait()
-        if failed:
-            raise failed[0]
-        yield
-
-    thread = threading.Thread(target=hold, name="ray")
-    thread.start()
-    try:
-        yield ready()
-    finally:
-        over.set()
-        thread.join()
 
 
 def _start(options: Mapping[str, Any], others: set[int]) -> None:

@@ -118,7 +118,7 @@ class WorkerGroup:
 
         Reads input_ids, attention_mask, position_ids, responses and ``meta_info`` temperature.
         ``meta_info["ranks"]``: one dict a rank (rank, first_row, rows, tokens, micro_batches,
-        indices, peak_token_sum, cpu_s); indices are positions within the rank's rows.
+        indices, peak_token_sum, token_limit, cpu_s); indices are positions within the rank's rows.
         """
         return self._log_prob(batch, "old_log_prob", self.spec.log_prob_micro, "actor", entropy)
 
@@ -163,6 +163,7 @@ class WorkerGroup:
         ]
         answers = self._rows("update_actor", "update_actor", args)
         out = collect(answers)
+        self._note_limit(out, self.spec.update.micro)
         losses = merge_losses(answers, plan, mode=loss.loss_agg_mode)
         out.meta_info["losses"] = losses
         out.meta_info["metrics"] = update_metrics(
@@ -296,7 +297,15 @@ class WorkerGroup:
             (part, micro_batches, role, entropy)
             for part, micro_batches in zip(parts, plan.ranks, strict=True)
         ]
-        return collect(self._rows(stage, "compute_log_prob", args))
+        out = collect(self._rows(stage, "compute_log_prob", args))
+        self._note_limit(out, micro)
+        return out
+
+    @staticmethod
+    def _note_limit(out: DataProto, micro: MicroBatching) -> None:
+        """Tell with each rank's notes the token limit that its micro-batches were cut by."""
+        for note in out.meta_info["ranks"]:
+            note["token_limit"] = micro.max_tokens or None
 
     def _rows(self, stage: str, method: str, chunks: Sequence[tuple[Any, ...]]) -> list[Any]:
         """A call on rows: ``chunks`` to the ranks they belong to, answers in the rows' order."""

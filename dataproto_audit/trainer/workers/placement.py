@@ -45,7 +45,7 @@ def place(world_size: int, *, gpus_per_worker: float | None = None) -> Placed:
         raise UsageError(
             "DPA854",
             f"{world_size} ranks need {wanted}, the Ray cluster has {short}.",
-            "Lower trainer.n_gpus_per_node, or start a larger cluster.",
+            "Set trainer.n_gpus_per_node to the GPUs there are, or start a larger cluster.",
         )
     group = placement_group([bundle] * world_size, strategy="PACK")
     if not group.wait(PLACEMENT_TIMEOUT_S):

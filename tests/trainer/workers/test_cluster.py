@@ -11,14 +11,14 @@ import ray
 
 from dataproto_audit.codes import RunError
 from dataproto_audit.trainer.workers import cluster as module
-from dataproto_audit.trainer.workers.cluster import cluster, cluster_ahead
+from dataproto_audit.trainer.workers.cluster import cluster
 
 DRIVER = """
 import os, signal, sys, time
 import psutil, ray
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell leaves it ignored
-from dataproto_audit.trainer.workers.cluster import cluster_ahead
-with cluster_ahead(num_cpus=2) as ready, ready:
+from dataproto_audit.trainer.workers.cluster import cluster
+with cluster(num_cpus=2):
     @ray.remote
     def pid():
         return os.getpid()
@@ -118,15 +118,3 @@ def test_a_start_that_fails_otherwise_is_one_clear_error(monkeypatch):
     monkeypatch.setattr(module.ray, "init", init)
     with pytest.raises(RunError, match=r"DPA868 .*did not start: no such option"):
         module._start({}, {child.pid for child in psutil.Process().children()})
-
-
-def test_a_failed_start_ahead_is_raised_where_ray_is_waited_for(monkeypatch):
-    def init(**options):
-        raise ValueError("no such option")
-
-    monkeypatch.setattr(module.ray, "init", init)
-    with cluster_ahead() as ready:
-        begun = True
-        with pytest.raises(RunError, match=r"DPA868 .*did not start: no such option"), ready:
-            raise AssertionError("never entered")
-    assert begun

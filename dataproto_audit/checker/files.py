@@ -1,0 +1,88 @@
+"""Checking saved files, and the answer as plain data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from dataproto_audit.checker.api import check
+from dataproto_audit.codes import UsageError
+from dataproto_audit.dump.readers import Saved, read_batches
+from dataproto_audit.findings import Report
+from dataproto_audit.policy import Policy
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One batch of a file, and what the checks said. ``evidence_level`` is what they had to go by:
+    ``batch``, ``boundary`` (both sides), ``history`` or ``model`` (log-probs recomputed)."""
+
+    label: str
+    report: Report
+    evidence_level: str
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data with stable keys."""
+        said = {"path": self.label, **json.loads(self.report.to_json())}
+        return {**said, "evidence_level": self.evidence_level, "notes": list(self.notes)}
+
+
+def check_file(
+    path: str | PathLike[str],
+    *,
+    stage: str | None = None,
+    before: str | PathLike[str] | None = None,
+    history: str | PathLike[str] | None = None,
+    model: str | None = None,
+    config: str | None = None,
+    policy: Policy | None = None,
+) -> Iterator[Checked]:
+    """Check every batch of a file or folder, as :func:`~dataproto_audit.check` does.
+
+    ``before`` is a file with the batch as it was earlier, ``history`` a JSONL file with the metrics
+    of the steps before, one object a step. Raises :class:`UsageError` for what cannot be read.
+    """
+    earlier = _only(before) if before is not None else None
+    steps = read_history(history) if history is not None else None
+    level = "boundary" if earlier else "history" if steps else "batch"
+    for saved in read_batches(path):
+        report = check(
+            saved, stage=stage, before=earlier, history=steps, model=model, config=config,
+            policy=policy,
+        )  # fmt: skip
+        notes = (*saved.notes, *(f"not opened: {name}" for name in saved.opaque))
+        yield Checked(saved.label, report, "model" if model else level, notes)
+
+
+def check_history(
+    path: str | PathLike[str] | None, *, config: str | None = None, policy: Policy | None = None
+) -> Checked:
+    """Check the metrics of several steps, without a batch. Raises :class:`UsageError`."""
+    report = check(None, history=read_history(path or ""), config=config, policy=policy)
+    return Checked(str(path), report, "history")
+
+
+def read_history(path: str | PathLike[str]) -> list[Mapping[str, Any]]:
+    """Metrics of several steps from a JSONL file. Raises :class:`UsageError`."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        steps = [json.loads(line) for line in lines if line.strip()]
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UsageError(
+            "DPA857", f"{path}: no history ({error}).", "Write one JSON object a step, a line each."
+        ) from error
+    if not steps or not all(isinstance(step, dict) for step in steps):
+        raise UsageError("DPA857", f"{path}: no history.", "Write one JSON object a step.")
+    return steps
+
+
+def _only(path: str | PathLike[str]) -> Saved:
+    found = read_batches(path)
+    if len(found) != 1:
+        raise UsageError("DPA857", f"{path} holds {len(found)} batches.", "Name a file with one.")
+    return found[0]

@@ -1,0 +1,154 @@
+"""Opening files: which format one is, and what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dataproto_audit._protocol.safe.explain import explained, read_bytes
+from dataproto_audit._protocol.safe.load import Proto, Record, load, name_of
+from dataproto_audit._protocol.safe.tensordict_values import Fields
+from dataproto_audit.codes import UsageError
+from dataproto_audit.dump.readers import frameworks, tables
+from dataproto_audit.dump.readers.keys import (
+    columns_of,
+    read_keys,
+    split_keys,
+    with_keys_beside,
+)
+from dataproto_audit.dump.readers.names import hint_of, order_of
+from dataproto_audit.dump.readers.saved import (
+    Hint,
+    Kind,
+    Saved,
+    of_fields,
+    of_mapping,
+    of_proto,
+    parts,
+)
+
+REMEDY = (
+    "Read are files of DataProto.save_to_disk, torch.save, JSONL (also gzipped), parquet, and "
+    "*.kvmeta.json; save the batch as one of these."
+)
+TEXT = frozenset({".txt", ".md", ".log", ".yaml", ".yml", ".toml", ".py"})
+
+
+@dataclass(frozen=True)
+class Folder:
+    """What a folder holds: batches in the order of the run, and files that could not be read."""
+
+    saved: tuple[Saved, ...]
+    unreadable: tuple[UsageError, ...]
+
+
+def read_batches(path: str | PathLike[str]) -> list[Saved]:
+    """All batches of a file, or of the files in a folder. Nothing of them is executed.
+
+    Errors: :class:`UsageError` for what is missing, broken or of no known format (``DPA810``),
+    asks for a name off the list (``DPA811``), or claims more than it holds (``DPA812``). Of a
+    folder, the first such file is reported; :func:`read_folder` reports all.
+    """
+    place = Path(path)
+    if place.is_dir():
+        folder = read_folder(place)
+        if folder.unreadable:
+            raise folder.unreadable[0]
+        return list(folder.saved)
+    if place.name.endswith(".kvmeta.json"):
+        return [_of_keys(place)]
+    data = read_bytes(place)
+    try:
+        return _of_bytes(place, data)
+    except Exception as error:  # the bytes of a broken file can make a decoder raise anything
+        raise explained(error, place, data, what="a saved batch", remedy=REMEDY) from error
+
+
+def read_folder(path: str | PathLike[str]) -> Folder:
+    """All batches under a folder, in the order of the run; text files and marks are passed over.
+
+    Keys and tags beside a store snapshot are part of it and do not count as files of their own.
+    Errors: :class:`UsageError` when there is nothing to read.
+    """
+    root = Path(path)
+    saved: list[Saved] = []
+    unreadable: list[UsageError] = []
+    files = [file for file in sorted(root.rglob("*")) if file.is_file() and _is_data(file)]
+    if not files:
+        raise UsageError("DPA810", f"{root} holds no file of batches.", REMEDY)
+    for file in files:
+        try:
+            saved += read_batches(file)
+        except UsageError as error:
+            unreadable.append(error)
+    saved.sort(key=lambda one: order_of(one.hint, one.path))
+    return Folder(tuple(saved), tuple(unreadable))
+
+
+def _is_data(path: Path) -> bool:
+    skipped = path.suffix in TEXT or path.name.startswith((".", "stages.jsonl"))
+    mark = not path.suffix and not path.stat().st_size
+    return not (skipped or mark or path.name.endswith(".kvmeta.json"))
+
+
+def _of_keys(path: Path) -> Saved:
+    keys, tags, rest = read_keys(path)
+    columns = {name: tables.column(values) for name, values in columns_of(keys, tags).items()}
+    return Saved(path, "", "keys", parts({}, columns, rest), hint_of(path))
+
+
+def _of_bytes(path: Path, data: bytes) -> list[Saved]:
+    if data.startswith(b"PAR1"):
+        return frameworks.of_rows(path, "parquet", tables.parquet_rows(data))
+    if path.suffix in TEXT:
+        raise ValueError("it is text")
+    if data.startswith(b"\x1f\x8b") or data.lstrip(b" \t\r\n\xef\xbb\xbf")[:1] == b"{":
+        return frameworks.of_rows(path, "jsonl", tables.json_rows(data))
+    value, opaque = load(data)
+    found = list(_of_value(path, value, ""))
+    if not found:
+        raise ValueError(f"it holds a {name_of(value)} and no batch")
+    return [replace(one, opaque=opaque) for one in found]
+
+
+def _of_value(path: Path, value: Any, place: str) -> Iterable[Saved]:
+    """Batches in what a pickle or archive holds."""
+    hint = hint_of(path)
+    if isinstance(value, Proto):
+        yield Saved(path, place, "dataproto", of_proto(value), _with_step(hint, value.meta))
+    elif isinstance(value, Fields):
+        saved = Saved(path, place, "tensordict", of_fields(value), hint)
+        yield with_keys_beside(saved) if path.name.startswith("v1.tq_all") else saved
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _of_value(path, item, f"{place}[{index}]")
+    elif isinstance(value, Record):
+        yield from _of_value(path, value.state, place)
+    elif isinstance(value, Mapping):
+        yield from _of_dict(path, value, place, hint)
+
+
+def _of_dict(path: Path, value: Mapping[Any, Any], place: str, hint: Hint) -> Iterable[Saved]:
+    if isinstance(value.get("tensordict"), Fields):  # verl's V1 rollout skip: tq_batch.pt
+        keys, tags, rest = split_keys(dict(value))
+        rest.pop("tensordict")
+        saved = Saved(path, place, "tensordict", of_fields(value["tensordict"]), hint)
+        yield saved.with_columns(columns_of(keys, tags), **rest)
+    elif known := frameworks.of_dict(path, place, value):
+        yield from known
+    elif any(isinstance(item, (torch.Tensor, Fields)) for item in value.values()):
+        yield Saved(path, place, "tensors", of_mapping(value), _with_step(hint, value))
+
+
+def _with_step(hint: Hint, meta: Mapping[Any, Any]) -> Hint:
+    """The trainer's own count of steps, where the batch carries it, before the file's name."""
+    step = meta.get("global_steps")
+    return replace(hint, step=step) if type(step) is int else hint
+
+
+__all__ = ["Folder", "Kind", "read_batches", "read_folder"]

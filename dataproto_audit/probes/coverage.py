@@ -1,0 +1,216 @@
+"""What the response mask trains on: sampled tokens, all of them (DPA205, DPA208 to DPA212).
+
+Which tokens were sampled is read off the engine's log-probs: it reports 0.0 for tokens that a tool
+or a user wrote. A mask that was cut on purpose afterwards (rejection, overlong filtering) leaves
+out sampled tokens, too; it is told apart by what it cuts: rows without a stop token, or tokens on
+which engine and trainer disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from dataproto_audit.batch import BatchView, Block
+from dataproto_audit.findings import Finding
+from dataproto_audit.probes.context import Context
+from dataproto_audit.probes.registry import probe
+from dataproto_audit.probes.scan import ATTENDED
+
+ENGINE = ("rollout_log_probs", "response_mask", *ATTENDED)
+TWINS = ("tool_mask", "loss_mask")
+"""Masks of other names that say the same as the response mask."""
+FEW = 4
+"""Trained tokens below which their gaps show no range."""
+
+
+def is_in(ids: Any, listed: Iterable[int] | None) -> Any:
+    """Cells of ``ids`` that hold one of the listed ids."""
+    return np.isin(ids, list(listed or ()))
+
+
+@probe(
+    "DPA208",
+    stages=("old_log_prob",),
+    needs=("old_log_probs", *ENGINE),
+    applies=lambda ctx: "rejection cuts the mask" if ctx.settings.rejection else "",
+)
+def sampled_tokens_trained(
+    view: BatchView, stats: Mapping[str, Any], ctx: Context
+) -> Iterable[Finding]:
+    """The mask [B,R] covers the tokens that the engine sampled, unless there is a reason not to.
+
+    A reason is a row that was cut at the length limit, or a gap between the two log-probs that
+    rejection looks at. Not covered: tokens that the engine was certain of, whose log-prob is 0.0.
+    """
+    block = Block(view, slice(None))
+    rollout = view.numpy("rollout_log_probs")
+    left_out = block.response_attention & ~block.mask & (rollout != 0)
+    if not left_out.any():
+        return
+    cut = ~block.mask.any(1)
+    left_out &= ~(cut & ~_stopped(view, ctx, block))[:, None]
+    gap = np.subtract(view.numpy("old_log_probs"), rollout, dtype=np.float64)
+    gap[~np.isfinite(gap)] = np.inf
+    kept = gap[block.mask & np.isfinite(gap)]
+    if len(kept) < FEW:
+        ctx.unknown(f"response_mask leaves {len(kept)} tokens: too few to compare the others with")
+    usual = left_out & (gap >= kept.min()) & (gap <= kept.max())
+    if 2 * usual.sum() > left_out.sum():
+        yield ctx.fail(
+            "response_mask",
+            stage="rollout",
+            cells=left_out,
+            expected="1 on every token that the engine sampled",
+            actual=f"0 on {int(left_out.sum())} tokens with a log-prob of the engine",
+            evidence={"share that no rejection explains": float(usual.sum() / left_out.sum())},
+            causes=("mask_hole", "shift", "mask_from_prompt"),
+        )
+
+
+def _stopped(view: BatchView, ctx: Context, block: Block) -> Any:
+    """Rows whose last attended token is a stop id, or that end before the width; ``[B]``."""
+    lengths, width = block.response_attention.sum(1), block.response_attention.shape[1]
+    last = view.numpy("responses")[np.arange(len(lengths)), np.maximum(lengths - 1, 0)]
+    return is_in(last, ctx.settings.stop_ids) | (lengths < width)
+
+
+@probe("DPA209", stages=("rollout",), needs=("responses", "response_mask", "settings.tool_ids"))
+def tool_tokens_untrained(
+    view: BatchView, stats: Mapping[str, Any], ctx: Context
+) -> Iterable[Finding]:
+    """The mask [B,R] is 0 on ids that only tools write."""
+    bad = is_in(view.numpy("responses"), ctx.settings.tool_ids)
+    bad &= view.numpy("response_mask") != 0
+    if bad.any():
+        yield ctx.fail(
+            "response_mask",
+            cells=bad,
+            expected="0 on what a tool wrote",
+            actual=f"1 on {int(bad.sum())} tool tokens in {int(bad.any(1).sum())} rows",
+            causes=("mask_on_tool",),
+        )
+
+
+@probe("DPA210", stages=("rollout",), needs=("response_mask",))
+def masks_agree(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
+    """A second mask of the response says the same as ``response_mask``.
+
+    Where rejection may have cut one of them, only tokens that the second mask leaves out count.
+    """
+    twins = [n for n in TWINS if n in view.tensors and n not in ctx.broken]
+    mask = view.numpy("response_mask") != 0
+    twins = [name for name in twins if view.numpy(name).shape == mask.shape]
+    if not twins:
+        ctx.skip("one mask only")
+    for name in twins:
+        other = view.numpy(name) != 0
+        bad = mask != other
+        if name == "loss_mask" and ctx.settings.rejection is not False:
+            bad &= mask
+        if bad.any():
+            yield ctx.fail(
+                "response_mask",
+                cells=bad,
+                expected=f"the same as {name}",
+                actual=f"{int(bad.sum())} cells differ in {int(bad.any(1).sum())} rows",
+                causes=_odd_one(view, ctx, mask, other),
+            )
+
+
+def _odd_one(view: BatchView, ctx: Context, mask: Any, other: Any) -> tuple[str, ...]:
+    """Causes, by which of two masks ``[B,R]`` the engine's log-probs bear out."""
+    if not mask.any():
+        return ("empty_mask", "masks_disagree")
+    if not view.has("rollout_log_probs") or "rollout_log_probs" in ctx.broken:
+        return ("masks_disagree", "mask_hole")
+    sampled = view.numpy("rollout_log_probs") != 0
+    left_out, added = other & ~mask, mask & ~other
+    if 2 * (left_out & sampled).sum() > (left_out | added).sum():
+        return ("mask_hole", "masks_disagree")
+    if 2 * (added & ~sampled).sum() > (left_out | added).sum():
+        return ("mask_on_tool", "masks_disagree")
+    return ("masks_disagree", "mask_hole")
+
+
+@probe("DPA205", stages=("rollout",), needs=("response_mask", *ATTENDED, "settings.pad_id"))
+def pad_ids_untrained(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
+    """A response [B,R] does not end on attended, trained pad ids.
+
+    Where the pad id is a stop id too, one of them is the stop token. Not covered: a pad id that a
+    model may have sampled: inside the response, or a single last one with a log-prob of the engine.
+    """
+    pad, stops = ctx.settings.pad_id, ctx.settings.stop_ids
+    block = Block(view, slice(None))
+    padded = view.numpy("responses") == pad
+    behind = ~block.response_attention
+    last = np.maximum(block.response_attention.shape[1] - 1 - behind[:, ::-1].argmin(1), 0)
+    if not padded[np.arange(len(padded)), last].any():  # no row ends on one
+        return
+    tail = np.logical_and.accumulate((padded | behind)[:, ::-1], axis=1)[:, ::-1]
+    bad = tail & padded & block.response_attention
+    if stops is None or pad in stops:
+        first = np.argmax(bad, axis=1)
+        bad[np.arange(len(bad)), first] = False
+    bad &= block.mask
+    if "rollout_log_probs" in view.tensors and "rollout_log_probs" not in ctx.broken:
+        sampled = view.numpy("rollout_log_probs") != 0
+        bad &= ~(sampled & (bad.sum(1, keepdims=True) == 1))
+    if bad.any():
+        yield ctx.fail(
+            "response_mask",
+            cells=bad,
+            expected=f"0 on trailing pad ids ({pad})",
+            actual=f"1 on {int(bad.sum())} of them in {int(bad.any(1).sum())} rows",
+            causes=("mask_on_padding", "wrong_stop_token"),
+            hint="the attention mask counts them, too",
+        )
+
+
+@probe("DPA212", stages=("rollout", "update_actor"), needs=("response_mask", *ATTENDED))
+def something_to_train(
+    view: BatchView, stats: Mapping[str, Any], ctx: Context
+) -> Iterable[Finding]:
+    """The batch has trained tokens, and so has every row where rows are their own micro-batch."""
+    mask = view.numpy("response_mask") != 0
+    if not mask.any():
+        attended = Block(view, slice(None)).response_attention
+        if ctx.stage == "rollout" and not attended.any():
+            ctx.skip("no response has a token")
+        if view.has("rollout_log_probs") and "rollout_log_probs" not in ctx.broken:
+            attended = attended & (view.numpy("rollout_log_probs") != 0)
+        yield ctx.fail(
+            "response_mask",
+            cells=attended if ctx.stage == "rollout" else None,
+            rows=range(view.rows),
+            expected="at least one trained token",
+            actual="none in the batch",
+            causes=("empty_mask",),
+            hint="a masked mean over it is 0/0",
+        )
+    elif ctx.stage == "rollout":
+        return
+    elif mask.sum() == 1 < Block(view, slice(None)).response_attention.sum():
+        yield ctx.fail(
+            "response_mask",
+            stage="advantage",
+            cells=mask,
+            expected="more than one trained token in the batch",
+            actual="one",
+            causes=("empty_mask",),
+            hint="a variance over one token is 0/0: whitening fails",
+        )
+    elif ctx.settings.micro_batch_size == 1 and not mask.any(1).all():
+        empty = ~mask.any(1)
+        yield ctx.fail(
+            "response_mask",
+            severity="warn",
+            rows=np.flatnonzero(empty),
+            cells=np.broadcast_to(empty[:, None], mask.shape),
+            expected="a trained token in every micro-batch (micro_batch_size = 1)",
+            actual=f"none in {int(empty.sum())} rows",
+            causes=("empty_mask",),
+            hint="a mean over each micro-batch would be 0/0; normalise over the mini-batch",
+        )

@@ -1,0 +1,90 @@
+"""The values behind a field, however they are stored: dense, nested, in numpy or in lists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+def is_plain_jagged(tensor: Any) -> bool:
+    """True for nested tensors whose values lie row after row, ragged in axis 1."""
+    plain = tensor.layout == torch.jagged and tensor.lengths() is None
+    return bool(plain and getattr(tensor, "_ragged_idx", 1) == 1)
+
+
+def ragged_rows(tensor: Any) -> list[Tensor]:
+    """The rows of a nested tensor of any kind, each with its ragged axis first."""
+    axis = int(getattr(tensor, "_ragged_idx", 1)) - 1
+    return [row.reshape(1) if row.dim() == 0 else row.movedim(axis, 0) for row in tensor.unbind()]
+
+
+def jagged_values(tensor: Any) -> NDArray[Any]:
+    """The values of all rows one after another, ``[sum of lengths, ...]``."""
+    if is_plain_jagged(tensor):
+        return dense(tensor.values())
+    rows = ragged_rows(tensor)
+    return dense(torch.cat(rows)) if rows else np.zeros(0)
+
+
+def dense(tensor: Tensor) -> NDArray[Any]:
+    """``tensor`` as numpy; kinds of number that numpy lacks (bf16, fp8) become float32."""
+    if not tensor.requires_grad:
+        try:
+            plain: NDArray[Any] = tensor.numpy()
+        except (TypeError, RuntimeError):  # on another device, sparse, lazy, or no such dtype
+            pass
+        else:
+            return plain
+    tensor = tensor.detach()
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.device.type != "cpu":
+        tensor = tensor.cpu()
+    try:
+        out: NDArray[Any] = tensor.numpy()
+    except (TypeError, RuntimeError):  # no such dtype, or a lazy conjugate or negative
+        resolved = tensor.resolve_conj().resolve_neg()
+        out = (resolved if resolved.is_complex() else resolved.float()).numpy()
+    return out
+
+
+def shared(array: NDArray[Any]) -> Tensor:
+    """A tensor on the memory of ``array``, or on a copy where torch cannot share it."""
+    native = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
+    if not native.flags.writeable:
+        native = native.copy()
+    try:
+        return torch.from_numpy(native)
+    except TypeError:  # an integer or float width that torch does not have
+        return torch.from_numpy(
+            native.astype(np.int64 if native.dtype.kind in "iu" else np.float64)
+        )
+
+
+def listed(value: Any) -> NDArray[Any] | None:
+    """A non-tensor field with one entry per row; None for what has no rows."""
+    if isinstance(value, np.ndarray):
+        return value
+    if isinstance(value, Tensor) and (value.is_nested or value.layout != torch.strided):
+        value = list(value.unbind()) if value.is_nested else value.to_dense()
+    items = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(items, (list, tuple)):
+        return None
+    out = np.empty(len(items), dtype=object)
+    for row, item in enumerate(items):
+        out[row] = item
+    return out
+
+
+def shifted(tensor: Tensor, shift: int) -> Tensor:
+    """``tensor`` with its columns moved to the right, or to the left for a negative shift."""
+    if not shift or tensor.is_nested or tensor.dim() < 2:
+        return tensor
+    moved = torch.zeros_like(tensor)
+    into, source = (slice(max(way, 0), min(way, 0) or None) for way in (shift, -shift))
+    moved[:, into] = tensor[:, source]
+    return moved

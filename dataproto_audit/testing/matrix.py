@@ -1,0 +1,80 @@
+"""The result of the bench as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dataproto_audit.findings import Finding
+from dataproto_audit.testing.bench import BenchResult, FaultRun, counts_line
+from dataproto_audit.testing.faults import CATALOGUE
+from dataproto_audit.testing.scoring import MEASURES
+
+HEADS = ("det", "stage", "field", "rows", "cols", "top1", "top3")
+RARE = 30
+"""Probes executed less often than this on healthy data say little about false alarms."""
+
+
+def matrix(result: BenchResult, *, only_misses: bool = False) -> str:
+    """One line a fault, the totals, and the probes on healthy data.
+
+    A dot is right on every base, a letter wrong on some: ``d`` not detected, ``x`` wrong.
+    """
+    lines = [f"{'fault':44}{'t':2}" + "".join(f"{head:>6}" for head in HEADS)]
+    for name, runs in result.by_fault().items():
+        marks = ["." if all(getattr(run.score, m) for run in runs) else _mark(runs)
+                 for m in MEASURES]  # fmt: skip
+        if only_misses and set(marks) == {"."}:
+            continue
+        tuned = "t" if CATALOGUE[name].tuned else ""
+        lines.append(f"{name:44}{tuned:2}" + "".join(f"{mark:>6}" for mark in marks))
+    return "\n".join([*lines, "", *_totals(result), "", *_healthy(result)])
+
+
+def _mark(runs: list[FaultRun]) -> str:
+    return "x" if all(run.score.detected for run in runs) else "d"
+
+
+def _totals(result: BenchResult) -> Iterator[str]:
+    counts = result.to_dict()
+    yield f"all faults ({counts['faults']}): {counts_line(counts)}"
+    yield f"untouched ({counts['untouched']['faults']}): {counts_line(counts['untouched'])}"
+
+
+def _healthy(result: BenchResult) -> Iterator[str]:
+    healthy = result.healthy
+    yield (f"healthy: {healthy.batches} batches, {healthy.checks} checks executed, "
+           f"{healthy.count('fail')} false fail, {healthy.count('warn')} false warn")  # fmt: skip
+    yield f"{'probe on healthy data':34}{'runs':>8}{'alarms':>8}{'rate below (95 %)':>20}"
+    for name, runs, alarms, bound in sorted(result.probes(), key=lambda row: row[1]):
+        note = "  rarely executed" if runs < RARE else ""
+        yield f"{name:34}{runs:>8}{alarms:>8}{bound:>20.2%}{note}"
+
+
+def misses(result: BenchResult) -> Iterator[str]:
+    """What was reported instead, for every run in which something is not right."""
+    for run in result.runs:
+        wrong = run.score.misses()
+        if wrong:
+            fault, rows = run.fault, run.score.rows
+            yield f"{fault.name} on {run.base}: {', '.join(wrong)}"
+            yield (f"    wanted {'|'.join(fault.stages)} {'|'.join(fault.fields)} "
+                   f"{'|'.join(fault.causes)} rows {_some(rows)}")  # fmt: skip
+            yield f"    first  {_brief(run.score.first)}"
+            if run.score.hit is not run.score.first:
+                yield f"    hit    {_brief(run.score.hit)}"
+            if run.crash:
+                yield f"    later stages: {run.crash[:120]}"
+    for name, finding in result.healthy.alarms:
+        yield f"false alarm on {name}: {_brief(finding)}"
+
+
+def _some(rows: tuple[int, ...]) -> str:
+    return f"{list(rows[:6])} of {len(rows)}"
+
+
+def _brief(finding: Finding | None) -> str:
+    if finding is None:
+        return "nothing"
+    return (f"{finding.code} {finding.severity} {finding.when} {finding.stage} [{finding.field}] "
+            f"rows {_some(finding.rows)} causes {' > '.join(finding.causes)}: "
+            f"{finding.actual[:100]}")  # fmt: skip

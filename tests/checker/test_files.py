@@ -1,0 +1,111 @@
+"""Saved files, and the answer as plain data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataproto_audit.checker.files import check_file, check_history, read_history
+from dataproto_audit.codes import UsageError
+from dataproto_audit.policy import Policy
+from dataproto_audit.protocol import DataProto
+from dataproto_audit.testing.recipes import cook
+
+from ._forms import FORMS
+
+EARLY = [{"op": "shift", "f": "token_level_scores", "by": -1}]
+KEYS = {"path", "ok", "outcomes", "findings", "not_checkable", "evidence_level", "notes"}
+
+
+def save(path: Path, ops: Any = ()) -> Path:
+    batch = FORMS["our DataProto"](cook("T", list(ops)))
+    assert isinstance(batch, DataProto)
+    batch.save_to_disk(path)
+    return path
+
+
+def history(path: Path, *steps: Any) -> Path:
+    path.write_text("\n".join(json.dumps(step) for step in steps) + "\n\n")
+    return path
+
+
+def test_a_saved_batch(tmp_path: Path) -> None:
+    [checked] = check_file(save(tmp_path / "step_1.pkl", EARLY))
+    assert checked.label.endswith("step_1.pkl")
+    assert (checked.evidence_level, checked.report.ok) == ("batch", False)
+    assert checked.report.findings[0].code == "DPA405"
+    said = json.loads(json.dumps(checked.to_dict()))
+    assert set(said) == KEYS
+    assert (said["path"], said["ok"]) == (checked.label, False)
+
+
+def test_a_folder_has_an_answer_for_each_batch(tmp_path: Path) -> None:
+    save(tmp_path / "step_1.pkl")
+    save(tmp_path / "step_2.pkl", EARLY)
+    answers = {Path(c.label).name: c.report.ok for c in check_file(tmp_path)}
+    assert answers == {"step_1.pkl": True, "step_2.pkl": False}
+
+
+def test_the_batch_as_it_was_earlier(tmp_path: Path) -> None:
+    moved = [{"op": "take", "f": "old_log_probs", "idx": [1, 0, 2, 3, 4, 5]}]
+    before, after = save(tmp_path / "before.pkl"), save(tmp_path / "after.pkl", moved)
+    [checked] = check_file(after, before=before)
+    assert checked.evidence_level == "boundary"
+    assert "DPA113" in {f.code for f in checked.report}
+
+
+def test_what_it_had_to_go_by(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.pkl")
+    steps = history(tmp_path / "h.jsonl", {"step": 0, "loss": 0.1})
+    [checked] = check_file(path, history=steps)
+    assert checked.evidence_level == "history"
+    [checked] = check_file(path, stage="reward")
+    assert {o.check for o in checked.report.outcomes} >= {"reward.fields", "reward_placement"}
+
+
+def test_a_configuration_and_a_policy_are_passed_on(tmp_path: Path) -> None:
+    path, config = save(tmp_path / "a.pkl", EARLY), tmp_path / "c.yaml"
+    config.write_text("n: 2\n")
+    [checked] = check_file(path, config=str(config))
+    assert {f.code for f in checked.report if f.severity == "fail"} >= {"DPA401", "DPA405"}
+    [checked] = check_file(path, policy=Policy(ignore=("DPA4",)))
+    assert checked.report.ok
+
+
+def test_metrics_alone(tmp_path: Path) -> None:
+    path = history(tmp_path / "h.jsonl", {"trained_tokens": 5}, {"trained_tokens": 0})
+    checked = check_history(path)
+    assert (checked.label, checked.evidence_level) == (str(path), "history")
+    assert [(f.code, f.step) for f in checked.report] == [("DPA608", 2)]
+
+
+@pytest.mark.parametrize("text", ["", "\n", "{", "[1]", '{"a": 1}\n3'])
+def test_a_file_that_is_no_history(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "h.jsonl"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="no history"):
+        read_history(path)
+
+
+def test_a_history_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    for name in ("nowhere", "binary", ""):
+        with pytest.raises(UsageError, match="DPA857"):
+            read_history(tmp_path / name)
+
+
+def test_before_is_one_batch(tmp_path: Path) -> None:
+    for name in ("a.pkl", "b.pkl"):
+        save(tmp_path / name)
+    with pytest.raises(UsageError, match="holds 2 batches"):
+        list(check_file(tmp_path / "a.pkl", before=tmp_path))
+
+
+def test_what_cannot_be_read_is_a_usage_error(tmp_path: Path) -> None:
+    (tmp_path / "cut.pkl").write_bytes(save(tmp_path / "a.pkl").read_bytes()[:100])
+    for name in ("cut.pkl", "nowhere.pkl"):
+        with pytest.raises(UsageError, match="DPA8"):
+            list(check_file(tmp_path / name))

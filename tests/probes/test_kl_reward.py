@@ -1,0 +1,166 @@
+"""The KL that was taken off the rewards (DPA417)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dataproto_audit.reference.kl import kl_estimate, rewards_with_kl
+from dataproto_audit.testing.healthy import Boundary, Options
+
+from ._corrupt import Case, Truth, at, audit, check_case, each, own, row_of, where
+
+PROBE, AFTER, FIELD = "kl_in_reward", "kl_reward", "token_level_rewards"
+FAR = Options(kl_in_reward=True, step=30, response_width=8)
+TOOLS = replace(FAR, multi_turn=True)
+PARTS = ("token_level_scores", "old_log_probs", "ref_log_prob", "response_mask")
+BETA = 0.01
+VISIBLE, CLOSE = 1e-2, 1e-4
+
+
+def distance(b: Boundary) -> Tensor:
+    tensors = b.batch.batch
+    return tensors["old_log_probs"].double() - tensors["ref_log_prob"].double()
+
+
+def trained(b: Boundary) -> Tensor:
+    return b.batch.batch["response_mask"] != 0
+
+
+def forgotten(b: Boundary) -> Truth:
+    b.batch.batch[FIELD] = b.batch.batch["token_level_scores"].clone()
+    return where(FIELD, trained(b) & (distance(b).abs() > VISIBLE))
+
+
+def other_sign(b: Boundary) -> Truth:
+    scores, rewards = b.batch.batch["token_level_scores"], b.batch.batch[FIELD]
+    b.batch.batch[FIELD] = 2 * scores - rewards
+    return where(FIELD, trained(b) & (2 * BETA * distance(b).abs() > CLOSE))
+
+
+def swapped_k3(b: Boundary) -> Truth:
+    """k3 of the reference to the policy, taken off."""
+    tensors = b.batch.batch
+    kl = kl_estimate(tensors["ref_log_prob"], tensors["old_log_probs"], "k3")
+    right = kl_estimate(tensors["old_log_probs"], tensors["ref_log_prob"], "k3")
+    beta = 0.5
+    tensors[FIELD] = (tensors["token_level_scores"] - beta * kl * trained(b)).float()
+    del right
+    return Truth(FIELD)
+
+
+def on_masked_tokens(b: Boundary) -> Truth:
+    penalty = BETA * distance(b)
+    tensors, before = b.batch.batch, b.batch.batch[FIELD]
+    tensors[FIELD] = torch.where(trained(b), before.double(),
+                                 tensors["token_level_scores"] - penalty).float()  # fmt: skip
+    return where(FIELD, ~trained(b) & (penalty.abs() > CLOSE))
+
+
+def on_padding(b: Boundary) -> Truth:
+    row = row_of(b, 1)
+    own(b, FIELD)[row, 5] -= 0.01
+    return at(FIELD, (row, 5))
+
+
+def one_token(b: Boundary) -> Truth:
+    row = row_of(b, 8)
+    own(b, FIELD)[row, 2] -= 0.05
+    return at(FIELD, (row, 2))
+
+
+CASES = [
+    Case(PROBE, "DPA417", AFTER, forgotten, "field_forgotten", "the scores themselves",
+         options=FAR),
+    Case(PROBE, "DPA417", AFTER, other_sign, "wrong_kl_estimator",
+         "distance to the reference is rewarded", options=FAR),
+    Case(PROBE, "DPA417", AFTER, on_masked_tokens, "mask_on_tool", "the score, off the response",
+         options=TOOLS),
+    Case(PROBE, "DPA417", AFTER, on_padding, "mask_on_padding", "less at row", options=FAR),
+    Case(PROBE, "DPA417", AFTER, one_token, "wrong_kl_estimator", "a penalty of", options=FAR),
+]  # fmt: skip
+
+
+@each(CASES)
+def test_it_is_found_where_it_is(case: Case) -> None:
+    check_case(case)
+
+
+@pytest.mark.parametrize("kind", ["kl", "low_var_kl", "mse", "abs"])
+@pytest.mark.parametrize("beta", [1e-4, 0.05, 2.0])
+def test_any_estimator_and_any_coefficient_will_do(kind: str, beta: float) -> None:
+    def other(b: Boundary) -> Truth:
+        parts = (b.batch.batch[name] for name in PARTS)
+        b.batch.batch[FIELD] = rewards_with_kl(*parts, coefficient=beta, kind=kind).float()
+        return Truth("")
+
+    ran = audit(FAR, {AFTER: other}, until=AFTER)
+    assert ran.outcome(PROBE, AFTER).kind == "passed"
+
+
+def test_swapped_arguments_of_k3() -> None:
+    ran = audit(FAR, {AFTER: swapped_k3}, until=AFTER)
+    [finding] = ran.findings(PROBE, AFTER)
+    assert finding.causes[0] == "wrong_kl_estimator"
+    assert finding.evidence["estimator"] == "swapped k3"
+
+
+def test_half_precision_log_probs_are_no_fault() -> None:
+    def halved(b: Boundary) -> Truth:
+        tensors = b.batch.batch
+        for name in PARTS[1:3]:
+            tensors[name] = tensors[name].bfloat16()
+        gap = tensors["old_log_probs"] - tensors["ref_log_prob"]
+        penalty = BETA * gap * tensors["response_mask"]
+        tensors[FIELD] = tensors["token_level_scores"] - penalty
+        return Truth("")
+
+    ran = audit(FAR, {AFTER: halved}, until=AFTER)
+    assert ran.outcome(PROBE, AFTER).kind == "passed"
+
+
+def test_where_policy_and_reference_agree_there_is_nothing_to_take_off() -> None:
+    ran = audit(replace(FAR, step=1), {AFTER: forgotten}, until=AFTER)
+    assert ran.outcome(PROBE, AFTER).kind == "passed"
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "reason"),
+    [
+        ({"use_kl_in_reward": False}, "not_applicable", "no KL in the reward"),
+        ({"use_kl_in_reward": None}, "not_checkable", "setting unknown: use_kl_in_reward"),
+    ],
+)
+def test_without_a_penalty_there_is_no_verdict(
+    settings: dict[str, Any], kind: str, reason: str
+) -> None:
+    outcome = audit(FAR, until=AFTER, settings=settings).outcome(PROBE, AFTER)
+    assert (outcome.kind, outcome.reason) == (kind, reason)
+
+
+def test_a_penalty_of_ones_own_is_not_judged() -> None:
+    def own_penalty(b: Boundary) -> Truth:
+        tensors = b.batch.batch
+        noise = torch.rand(tensors[FIELD].shape, generator=torch.Generator().manual_seed(3))
+        tensors[FIELD] = tensors["token_level_scores"] - noise * trained(b)
+        return Truth("")
+
+    outcome = audit(FAR, {AFTER: own_penalty}, until=AFTER).outcome(PROBE, AFTER)
+    assert outcome.kind == "not_checkable"
+    assert outcome.reason == "no known KL estimator explains the penalty"
+
+
+def test_it_is_said_once_a_step() -> None:
+    ran = audit(FAR, {AFTER: forgotten}, until="advantage")
+    assert not ran.findings(PROBE, "advantage")
+    outcome = ran.outcome(PROBE, "advantage")
+    assert (outcome.kind, outcome.reason) == ("not_applicable", "reported at the stage kl_reward")
+
+
+def test_tokens_rejected_since_are_not_judged() -> None:
+    options = replace(FAR, correction=True)
+    assert not audit(options, until="advantage").bad()
