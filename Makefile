@@ -36,10 +36,15 @@ UV_FLAGS = --python=$(BIN)/python --constraints=constraints.txt $(FIND_LINKS) \
 QUICK := not (engine or verl or verl_wheel or slow)
 HOUSE := tests/quality/test_house.py tests/quality/test_layers.py
 
-.PHONY: help install run test lint bench nightly clean
+# Real verl, each version in an environment of its own, always with the CPU build of torch: these
+# tests show what the audit does to verl's own trainer, not how fast an accelerator is.
+VERL_VERSIONS ?= 0.7.1 0.9.1
+VERL_STAMPS := $(VERL_VERSIONS:%=.venvs/verl-%/.installed)
+
+.PHONY: help install run test test-verl lint bench nightly clean
 
 help: ## list the targets
-	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
 
 install: $(STAMP) ## create .venv with the package (editable) and everything it is tested with
 
@@ -66,6 +71,15 @@ run: $(STAMP) ## train and audit the quickstart model (ARGS="key=value ...")
 
 test: $(STAMP) ## unit, property, contract and command line tests (ARGS="-k name")
 	$(BIN)/python -m pytest -m "$(QUICK)" $(ARGS)
+
+.venvs/verl-%/.installed: tests/verl/requirements-%.txt pyproject.toml overrides-cpu.txt | $(BIN)/uv
+	@test -x $(@D)/bin/python || $(BIN)/uv venv --quiet --python=$(BIN)/python $(@D)
+	$(BIN)/uv pip install --python=$(@D)/bin/python $(FIND_LINKS) $(CPU_FLAGS) \
+	  $(if $(PIP_INDEX_URL),--default-index=$(PIP_INDEX_URL)) --requirements=$< --editable .
+	@touch $@
+
+test-verl: $(STAMP) $(VERL_STAMPS) ## run verl itself on the CPU, audited (ARGS="-k name")
+	$(BIN)/python -m pytest -m verl tests/verl $(ARGS)
 
 # All checks run, so that one run shows everything.
 lint: $(STAMP) ## ruff, mypy and the house rules

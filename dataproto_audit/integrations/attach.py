@@ -1,0 +1,170 @@
+"""``dataproto_audit.attach``: audit a trainer of verl without editing it.
+
+::
+
+    with dataproto_audit.attach(trainer, on_fail="record"):     # this trainer, for the block
+        trainer.fit()
+
+    attached = dataproto_audit.attach()                         # any trainer made from now on
+    ...
+    attached.detach()
+
+By environment alone: ``VERL_USE_EXTERNAL_MODULES=dataproto_audit.verl_plugin``, see
+:mod:`dataproto_audit.verl_plugin`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from dataproto_audit.codes import UsageError
+from dataproto_audit.integrations.on_import import OnImport
+from dataproto_audit.integrations.options import Options, options
+from dataproto_audit.integrations.patches import Args, Kwargs, Patches
+from dataproto_audit.integrations.verl_versions import MODULE, TRAINER
+
+if TYPE_CHECKING:
+    from dataproto_audit.integrations.verl_run import VerlRun
+
+log = logging.getLogger("dataproto_audit")
+
+NEEDED = ("fit", "_get_gen_batch", "_compute_old_log_prob", "_update_actor")
+"""Methods without which an object is no trainer that we know."""
+_LIVE: list[Attachment] = []
+"""Attachments with a trainer of theirs."""
+
+
+class Attachment:
+    """An audit that is attached; leaving the block, or :meth:`detach`, ends it."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.runs: list[VerlRun] = []
+        self._patches = Patches()
+        self._hook: OnImport | None = None
+
+    def detach(self) -> None:
+        """Restore every original and close the tables. Doing it twice does nothing."""
+        if self._hook is not None:
+            self._hook.remove()
+        self._patches.undo()
+        for run in self.runs:
+            run.detach()
+        if self in _LIVE:
+            _LIVE.remove(self)
+
+    @property
+    def observed(self) -> Counter[str]:
+        """Boundaries seen so far, by ``stage.before`` and ``stage.after``."""
+        total: Counter[str] = Counter()
+        for run in self.runs:
+            session = run.session or run.closed
+            if session is not None:
+                total.update(session.observed)
+        return total
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.detach()
+
+    # -- for trainers that do not exist yet --------------------------------------------------------
+
+    def wait(self) -> None:
+        """Attach to every ``RayPPOTrainer`` that is made from now on in this process."""
+        self._hook = OnImport(MODULE, self._imported)
+        self._hook.install()
+
+    def _imported(self, module: ModuleType) -> None:
+        trainer = getattr(module, TRAINER, None)
+        if trainer is not None:
+            self._patches.wrap(trainer, "__init__", _Made(self))
+
+    def take(self, trainer: Any) -> None:
+        """Attach to this trainer."""
+        from dataproto_audit.integrations.verl_run import VerlRun
+
+        run = VerlRun(trainer, self.options)
+        run.attach()
+        self.runs.append(run)
+        if self not in _LIVE:
+            _LIVE.append(self)
+
+
+class _Made:
+    """Around the constructor of the trainer class."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        self._attachment = attachment
+
+    def on(self) -> bool:
+        return True
+
+    def before(self, args: Args, kwargs: Kwargs) -> None:
+        pass
+
+    def after(self, args: Args, kwargs: Kwargs, result: Any) -> Any:
+        if args and _attached_to(args[0]) is None and self._attachment.options.here():
+            try:
+                self._attachment.take(args[0])
+            except Exception as error:  # fail-open by design
+                log.error("DPA904 attaching failed inside dataproto-audit; training goes on.",
+                          exc_info=error)  # fmt: skip
+        return result
+
+    def raised(self, args: Args, kwargs: Kwargs, error: BaseException) -> None:
+        pass
+
+
+def attach(
+    trainer: Any = None, *, config: str | os.PathLike[str] | None = None, **settings: Any
+) -> Attachment:
+    """Audit ``trainer``, or every ``RayPPOTrainer`` made later in this process.
+
+    Args:
+        trainer: a constructed ``RayPPOTrainer`` of verl (0.7.1; 0.9.1 with
+            ``trainer.use_v1=False``) or a subclass; None waits for one.
+        config: a YAML file with settings.
+        settings: see :class:`~dataproto_audit.integrations.options.Options`; they win over
+            ``DATAPROTO_AUDIT_*`` variables, which win over ``config``.
+
+    Raises:
+        UsageError: an unknown setting or value, or an object that is no such trainer. Nothing that
+            happens later raises, but for ``on_fail="raise"``.
+    """
+    chosen = options(config, **settings)
+    if trainer is None:
+        attachment = Attachment(chosen)
+        attachment.wait()
+        return attachment
+    lacking = [name for name in NEEDED if not callable(getattr(trainer, name, None))]
+    if lacking:
+        raise UsageError(
+            "DPA859", f"{type(trainer).__name__} is no trainer that can be attached to: it has no "
+            f"{', '.join(lacking)}.", "Pass verl's RayPPOTrainer; in 0.9 set trainer.use_v1=False.",
+        )  # fmt: skip
+    earlier = _attached_to(trainer)
+    if earlier is not None:
+        log.warning("This trainer is audited already; the settings of the first call stay.")
+        return earlier
+    attachment = Attachment(chosen)
+    if chosen.here():
+        attachment.take(trainer)
+    return attachment
+
+
+def _attached_to(trainer: Any) -> Attachment | None:
+    for attachment in _LIVE:
+        if any(run.trainer is trainer and run.attached for run in attachment.runs):
+            return attachment
+    return None

@@ -1,0 +1,128 @@
+"""What is kept when the trainer itself raises: the input of the stage, and why it may have failed.
+
+The first batch with a value that is not finite is kept, too.
+
+Files are written by the batch's own ``save_to_disk`` and are read by ``dataproto-audit check``,
+which runs nothing of what they hold. Only the last step is kept, because a run raises once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dataproto_audit.batch import BatchView
+from dataproto_audit.checker import check, check_union
+from dataproto_audit.codes import UsageError
+from dataproto_audit.contracts.stages import STAGES
+from dataproto_audit.findings import Finding
+from dataproto_audit.probes import Settings
+from dataproto_audit.protocol import DataProto
+
+MAX_TOLD = 3
+"""Findings that a diagnosis tells; the tables hold all."""
+
+
+def keep(folder: Path, step: int, stage: str, batches: Mapping[str, Any]) -> list[Path]:
+    """Save each batch as ``trace/step_000012/<stage>/<name>.pkl``; what cannot be is left out."""
+    place = folder / "trace" / f"step_{step:06d}" / stage
+    place.mkdir(parents=True, exist_ok=True)
+    kept = []
+    for name, batch in batches.items():
+        path = place / f"{name}.pkl"
+        try:
+            _saved(batch).save_to_disk(os.fspath(path))
+        except Exception:  # noqa: BLE001 - some batches cannot be saved; others still should be
+            path.unlink(missing_ok=True)
+            continue
+        kept.append(path)
+    return kept
+
+
+def _saved(batch: Any) -> Any:
+    """``batch`` itself, or what was laid side by side as one of our batches."""
+    if hasattr(batch, "save_to_disk"):
+        return batch
+    view = BatchView.of(batch)
+    return DataProto.from_dict(view.tensors, dict(view.arrays), dict(view.meta))
+
+
+def diagnosis(
+    stage: str,
+    batches: Mapping[str, Any],
+    settings: Settings,
+    earlier: Iterable[Finding] = (),
+) -> str:
+    """What may have made ``stage`` raise: row counts that do not fit, then failed checks."""
+    lines = [_counts(batches, settings)] if len(batches) == 2 else [_division(batches, settings)]
+    found = [f for f in earlier if f.severity == "fail"]
+    found += [f for f in _looked_at(stage, batches, settings) if f.severity == "fail"]
+    told = {(f.code, f.field, f.actual): f for f in found}.values()
+    lines += [_short(f) for f in list(told)[:MAX_TOLD]]
+    if not any(lines):
+        sizes = "; ".join(f"{name} {_sizes(batch)}" for name, batch in batches.items())
+        return f"nothing wrong was found in its input ({sizes or 'no batch at hand'})"
+    return "; ".join(line for line in lines if line)
+
+
+def _looked_at(stage: str, batches: Mapping[str, Any], settings: Settings) -> list[Finding]:
+    if set(batches) == {"left", "right"}:
+        return check_union(batches["left"], batches["right"], config=settings).findings
+    found: list[Finding] = []
+    for batch in batches.values():
+        try:
+            found += check(batch, config=settings).findings
+        except UsageError:
+            continue
+    later = list(STAGES).index(stage) if stage in STAGES else len(STAGES)
+    return [f for f in found if f.stage not in STAGES or list(STAGES).index(f.stage) <= later]
+
+
+def _counts(batches: Mapping[str, Any], settings: Settings) -> str:
+    """``6 rows vs 2 = n (n=3): left side was not repeated``, where a known factor explains it."""
+    (left_name, left), (right_name, right) = batches.items()
+    a, b = BatchView.of(left).rows, BatchView.of(right).rows
+    if a == b or not a or not b:
+        return ""
+    large, small = max(a, b), min(a, b)
+    short = left_name if a < b else right_name
+    for name, factor in settings.factors().items():
+        if small * factor == large:
+            return f"{large} rows vs {small}, {large} = {small} x {name} ({name}={factor}): " \
+                   f"{short} side was not repeated"  # fmt: skip
+    return f"{a} rows ({left_name}) vs {b} ({right_name})"
+
+
+def _division(batches: Mapping[str, Any], settings: Settings) -> str:
+    """Rows that do not divide over ranks and micro-batches, as some workers demand."""
+    ranks = settings.world_size or 1
+    for batch in batches.values():
+        rows = BatchView.of(batch).rows
+        for size in (settings.micro_batch_size, settings.actor_micro_batch_size):
+            if rows and size and rows % (ranks * size):
+                return f"{rows} rows do not divide by {ranks * size} = {ranks} ranks x {size} " \
+                       "rows of a micro-batch"  # fmt: skip
+    return ""
+
+
+def brief(error: BaseException) -> str:
+    """Kind and last line of an error: what Ray hands on holds the whole trace of a worker."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
+    last = text.splitlines()[-1].strip() if text else ""
+    kind = type(error).__name__
+    return f"{kind}: {last[:300]}" if last else kind
+
+
+def _short(finding: Finding) -> str:
+    field = f" {finding.field}:" if finding.field else ""
+    causes = f" ({', '.join(finding.causes[:2])})" if finding.causes else ""
+    return f"{finding.code} at {finding.stage}:{field} {finding.actual}, expected " \
+           f"{finding.expected}{causes}"  # fmt: skip
+
+
+def _sizes(batch: Any) -> str:
+    view = BatchView.of(batch)
+    return f"{view.rows} rows, prompt {view.prompt}, response {view.response}"

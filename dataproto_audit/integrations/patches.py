@@ -1,0 +1,140 @@
+"""Replacing functions of others and putting every original back.
+
+A function is replaced on the object that its callers look it up on: a module, a class or one
+instance. ``undo`` restores what was there; where somebody has replaced ours in the meantime, theirs
+stays, and ours below it passes every call on.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from asyncio import get_running_loop
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
+
+
+class Around(Protocol):
+    """What happens around a call. Neither side may raise but on purpose."""
+
+    def on(self) -> bool:
+        """False where the call is none of ours: it is passed on as it is."""
+        ...
+
+    def before(self, args: Args, kwargs: Kwargs) -> None:
+        """The call is about to be made."""
+        ...
+
+    def after(self, args: Args, kwargs: Kwargs, result: Any) -> Any:
+        """The call returned ``result``; what is returned goes to the caller instead."""
+        ...
+
+    def raised(self, args: Args, kwargs: Kwargs, error: BaseException) -> None:
+        """The call raised ``error``, which goes on to the caller."""
+        ...
+
+
+@dataclass
+class Patch:
+    """One replaced attribute."""
+
+    owner: Any
+    name: str
+    ours: Any
+    theirs: Any
+    owned: bool
+    """True where the attribute was the owner's own, not inherited."""
+
+    def undo(self) -> None:
+        """Put the original back, unless somebody else has replaced ours."""
+        if vars(self.owner).get(self.name) is not self.ours:
+            return
+        if self.owned:
+            setattr(self.owner, self.name, self.theirs)
+        else:
+            delattr(self.owner, self.name)
+
+
+@dataclass
+class Patches:
+    """All replaced attributes of one attachment, undone last first."""
+
+    done: list[Patch] = field(default_factory=list)
+
+    def wrap(self, owner: Any, name: str, around: Around, *, may_be_awaited: bool = False) -> bool:
+        """Wrap ``owner.name``; False where there is no such function, or it is wrapped already."""
+        original = getattr(owner, name, None)
+        if not callable(original) or any(p.owner is owner and p.name == name for p in self.done):
+            return False
+        own = vars(owner)
+        patch = Patch(owner, name, wrapped(original, around, may_be_awaited=may_be_awaited),
+                      own.get(name), name in own)  # fmt: skip
+        setattr(owner, name, patch.ours)
+        self.done.append(patch)
+        return True
+
+    def undo(self) -> None:
+        """Restore every original."""
+        while self.done:
+            self.done.pop().undo()
+
+
+def wrapped(
+    original: Callable[..., Any], around: Around, *, may_be_awaited: bool = False
+) -> Callable[..., Any]:
+    """``original`` with ``around``. Functions that return a coroutine to a caller which awaits
+    and a value to one which does not are told apart by their caller, as they do themselves."""
+    if inspect.iscoroutinefunction(original):
+
+        @functools.wraps(original)
+        async def awaited(*args: Any, **kwargs: Any) -> Any:
+            return await _awaiting(original, around, args, kwargs)
+
+        return awaited
+
+    @functools.wraps(original)
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        if may_be_awaited and _caller_awaits():
+            return _awaiting(original, around, args, kwargs)
+        if not around.on():
+            return original(*args, **kwargs)
+        around.before(args, kwargs)
+        with _told(around, args, kwargs):
+            result = original(*args, **kwargs)
+        return around.after(args, kwargs, result)
+
+    return plain
+
+
+async def _awaiting(
+    original: Callable[..., Any], around: Around, args: Args, kwargs: dict[str, Any]
+) -> Any:
+    if not around.on():
+        return await original(*args, **kwargs)
+    around.before(args, kwargs)
+    with _told(around, args, kwargs):
+        result = await original(*args, **kwargs)
+    return around.after(args, kwargs, result)
+
+
+@contextmanager
+def _told(around: Around, args: Args, kwargs: Kwargs) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        around.raised(args, kwargs, error)
+        raise
+
+
+def _caller_awaits() -> bool:
+    try:
+        get_running_loop()
+    except RuntimeError:
+        return False
+    return bool(sys._getframe(2).f_code.co_flags & inspect.CO_COROUTINE)

@@ -1,0 +1,200 @@
+"""One audited run of a trainer of others: its auditor, its tables, its gates.
+
+Nothing here may harm the training: every call of our own runs guarded, random generators are put
+back, an error is logged once with its code and switches off the part that made it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dataproto_audit.auditor import Auditor
+from dataproto_audit.codes import CodedError, RunError
+from dataproto_audit.dump.run_folder import RunFolder, default_run_dir
+from dataproto_audit.findings import OUTCOME_KINDS, SEVERITIES, AuditError, Finding, When
+from dataproto_audit.integrations import flight
+from dataproto_audit.integrations.options import Options
+from dataproto_audit.integrations.preserved import preserved_rng
+from dataproto_audit.integrations.samples import RowSample
+from dataproto_audit.integrations.verl_settings import of_some_rows
+from dataproto_audit.policy import Policy, load_policy
+from dataproto_audit.probes import Settings
+
+log = logging.getLogger("dataproto_audit")
+T = TypeVar("T")
+
+
+class Session:
+    """Boundaries of one run, from the first to :meth:`finish`."""
+
+    def __init__(
+        self, options: Options, settings: Settings, *, experiment: str, config: Mapping[str, Any]
+    ) -> None:
+        self.options = options
+        self.settings = of_some_rows(settings) if options.rows else settings
+        self.sample = RowSample(options.rows, settings.n)
+        self.observed: Counter[str] = Counter()
+        """Boundaries by ``stage.when``."""
+        self.off: dict[str, str] = {}
+        """Parts of our own that failed and are switched off, with their error."""
+        self.cpu_s, self._depth = 0.0, 0
+        self.steps = 0
+        self.folder = self._folder(experiment, config) if options.tables else None
+        self.auditor = Auditor(
+            self.settings,
+            level=options.level,  # type: ignore[arg-type] # one of LEVELS: options checked it
+            on_fail=options.on_fail,  # type: ignore[arg-type] # the same
+            tables=self.folder.tables if self.folder else None,
+            policy=self.guarded("policy", self._policy, Policy()),
+        )
+        self._began = time.monotonic()
+        self._step: int | None = None
+        self._from_prompts = self._nan_kept = False
+
+    def _policy(self) -> Policy:
+        return load_policy(self.options.policy) if self.options.policy else Policy()
+
+    def _folder(self, experiment: str, config: Mapping[str, Any]) -> RunFolder | None:
+        path = Path(self.options.run_dir) if self.options.run_dir else default_run_dir(experiment)
+        try:
+            return RunFolder.create(path, config=config)
+        except CodedError as error:  # in use, or not writable: checks go on without tables
+            log.error("%s Nothing is written; the checks go on.", error)
+            return None
+
+    # -- steps and boundaries ----------------------------------------------------------------------
+
+    @property
+    def looking(self) -> bool:
+        """True while a step is open that is audited."""
+        return self._step is not None and self.options.looks_at(self._step)
+
+    def open_step(self, step: int) -> None:
+        """Begin ``step`` unless it is open already; one that was never closed is closed first."""
+        if self._step == step:
+            return
+        self.close_step(self._step, {})
+        self._step, self._from_prompts = step, False
+        self.auditor.begin_step(step)
+
+    def close_step(self, step: int | None, metrics: Mapping[str, Any]) -> None:
+        """End ``step`` with what the trainer measured in it."""
+        if step is None or self._step != step:
+            return
+        self._step = None
+        self.steps = max(self.steps, step)
+        self.guarded("end_step", lambda: self.auditor.end_step(metrics), None)
+
+    def boundary(
+        self,
+        stage: str,
+        batch: Any,
+        when: When = "after",
+        evidence: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Hand a boundary of the open step to the auditor, as far as the gates let it through."""
+        if not self.looking:
+            return
+        begins = stage == "prompts"  # later stages are compared with it, whatever is left out
+        left_out = bool(self.options.stages) and stage not in self.options.stages and not begins
+        unrooted = stage == "rollout" and when == "before" and not self._from_prompts
+        if left_out or unrooted:
+            self.auditor.unseen()
+            return
+        self._from_prompts |= begins
+        self.observed[f"{stage}.{when}"] += 1
+        self.guarded(f"boundary {stage}.{when}", lambda: self._judge(stage, batch, when, evidence),
+                     None)  # fmt: skip
+
+    def _judge(
+        self, stage: str, batch: Any, when: When, evidence: Mapping[str, Any] | None
+    ) -> None:
+        part = self.sample.of(stage, when, batch)
+        try:
+            found = self.auditor.boundary(stage, part, when=when, evidence=evidence).findings
+        except AuditError as error:
+            self._keep_first_nan(stage, batch, error.findings)
+            raise
+        self._keep_first_nan(stage, batch, found)
+
+    def _keep_first_nan(self, stage: str, batch: Any, found: Iterable[Finding]) -> None:
+        """Save the first batch in which a value is not finite; what comes later follows from it."""
+        news = any("non_finite" in finding.causes for finding in found)
+        if not (news and self.options.flight_recorder and self.folder) or self._nan_kept:
+            return
+        self._nan_kept = True
+        paths = flight.keep(self.folder.path, self._step or 0, stage, {"not_finite": batch})
+        log.error("first values that are not finite, at %s of step %s; the batch is kept: %s",
+                  stage, self._step, ", ".join(map(str, paths)))  # fmt: skip
+
+    def guarded(self, name: str, work: Callable[[], T], default: T) -> T:
+        """Run a part of our own; only :class:`AuditError`, which was asked for, gets out."""
+        if name in self.off:
+            return default
+        start, self._depth = time.thread_time(), self._depth + 1
+        try:
+            with preserved_rng():
+                return work()
+        except AuditError:
+            raise
+        except Exception as error:  # fail-open by design
+            self.off[name] = f"{type(error).__name__}: {error}"
+            log.error(
+                "DPA904 %s failed inside dataproto-audit and is switched off; training goes on.",
+                name, exc_info=error,
+            )  # fmt: skip
+            if hasattr(self, "auditor"):
+                self.auditor.unseen()
+            return default
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self.cpu_s += time.thread_time() - start
+
+    # -- results -----------------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, float]:
+        """For the trainer's own tracker: totals of the run so far."""
+        auditor = self.auditor
+        return {
+            **{f"audit/findings_{name}": float(auditor.severities[name]) for name in SEVERITIES},
+            **{f"audit/{kind}": float(auditor.outcomes[kind]) for kind in OUTCOME_KINDS},
+            "audit/boundaries": float(auditor.boundaries),
+            "audit/cpu_s": self.cpu_s,
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """What ``summary.json`` says of an attached run."""
+        auditor = self.auditor
+        return {
+            "run_dir": str(self.folder.path) if self.folder else None,
+            "steps": self.steps,
+            "boundaries": auditor.boundaries,
+            "outcomes": {kind: auditor.outcomes[kind] for kind in OUTCOME_KINDS},
+            "findings": {name: auditor.severities[name] for name in SEVERITIES},
+            "stages": list(auditor.stages),
+            "observed": dict(self.observed),
+            "undeclared_fields": sorted(auditor.undeclared),
+            "switched_off": dict(self.off),
+            "audit_cpu_s": self.cpu_s,
+            "wall_s": time.monotonic() - self._began,
+        }
+
+    def finish(self, more: Mapping[str, Any]) -> None:
+        """Close the step and the tables and write the summary."""
+        with suppress(AuditError):  # it has been raised, or has nobody left to stop
+            self.close_step(self._step, {})
+        summary = {**self.summary(), **more}
+        if self.folder is not None:
+            folder, self.folder = self.folder, None
+            try:
+                folder.finish(summary)
+            except (RunError, OSError) as error:
+                log.error("DPA903 the tables could not be closed: %s", error)
+        log.info("audited %(steps)s steps, %(boundaries)s boundaries: %(findings)s", summary)

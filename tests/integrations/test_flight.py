@@ -1,0 +1,167 @@
+"""verl raises: the input is kept, the reason is told, the same error goes on."""
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from dataproto_audit import attach, open_run
+from dataproto_audit.batch import BatchView
+from dataproto_audit.dump.readers import read_batches
+from dataproto_audit.integrations.flight import brief
+
+from .conftest import make
+
+
+def raising(error: Exception) -> Any:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    return fail
+
+
+def fitted(trainer: Any, **settings: Any) -> BaseException:
+    with pytest.raises(Exception) as caught, attach(trainer, run_dir="run", **settings):  # noqa: PT011 - any
+        trainer.fit()
+    return caught.value
+
+
+def test_a_union_of_unequal_sides(verl: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    """The left side was not repeated: 4 prompts, 16 responses, n = 4."""
+    trainer = make(verl)
+    repeat, calls = trainer.repeated, []
+
+    def once(batch: Any) -> Any:
+        calls.append(1)
+        return repeat(batch) if len(calls) == 1 else batch
+
+    trainer.repeated = once
+    error = fitted(trainer)
+    assert isinstance(error, AssertionError)
+    assert "in union of step 1" in caplog.text
+    assert "16 rows vs 4, 16 = 4 x n (n=4): left side was not repeated" in caplog.text
+    kept = sorted(p.name for p in Path("run/trace/step_000001/union").iterdir())
+    assert kept == ["left.pkl", "right.pkl"]
+    saved = list(read_batches(Path("run/trace/step_000001/union/right.pkl")))
+    assert len(saved) == 1
+    run = open_run("run")
+    assert run.finished
+    assert run.summary["error"].startswith(type(error).__name__)
+    assert run.last_step == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        ("_balance_batch", "balance"),
+        ("_compute_old_log_prob", "old_log_prob"),
+        ("_compute_ref_log_prob", "ref_log_prob"),
+        ("_update_actor", "update_actor"),
+    ],
+)
+def test_the_input_of_the_stage_is_kept(
+    verl: ModuleType, caplog: pytest.LogCaptureFixture, name: str, stage: str
+) -> None:
+    trainer, error = make(verl), RuntimeError("out of memory")
+    setattr(trainer, name, raising(error))
+    assert fitted(trainer) is error
+    assert f"in {stage} of step 1: RuntimeError: out of memory" in caplog.text
+    assert "nothing wrong was found in its input (input 16 rows" in caplog.text
+    assert Path(f"run/trace/step_000001/{stage}/input.pkl").stat().st_size > 0
+
+
+def test_a_broken_field_is_named(verl: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make(verl)
+
+    def broken(batch: Any) -> Any:
+        batch.batch["attention_mask"] = batch.batch["attention_mask"] * 2
+        raise ValueError("index out of range")
+
+    trainer._compute_old_log_prob = broken
+    fitted(trainer)
+    assert "attention_mask" in caplog.text.split("Diagnosis:")[1]
+
+
+def test_between_the_stages_the_last_batch_counts(
+    verl: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make(verl)
+    trainer._save_checkpoint = raising(OSError("disk full"))
+    assert isinstance(fitted(trainer), OSError)
+    assert "verl raised in update_actor of step 1: OSError: disk full" in caplog.text
+    [batch] = read_batches(Path("run/trace/step_000001/update_actor/input.pkl"))
+    assert "advantages" in BatchView.of(batch.batch)
+
+
+def test_an_error_is_kept_once(verl: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make(verl)
+    trainer._update_actor = raising(RuntimeError("x"))
+    fitted(trainer)
+    assert caplog.text.count("Diagnosis:") == 1
+
+
+def test_it_can_be_switched_off(verl: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make(verl)
+    trainer._update_actor = raising(RuntimeError("x"))
+    fitted(trainer, flight_recorder=False)
+    assert "Diagnosis" not in caplog.text
+    assert not Path("run/trace").exists()
+    assert open_run("run").finished
+
+
+def test_an_interrupt_closes_the_tables(verl: ModuleType) -> None:
+    trainer = make(verl)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    trainer._update_actor = interrupt
+    with pytest.raises(KeyboardInterrupt), attach(trainer, run_dir="run"):
+        trainer.fit()
+    assert open_run("run").finished
+    assert not Path("run/trace").exists()
+
+
+def test_our_own_failure_does_not_hide_the_error(
+    verl: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from dataproto_audit.integrations import flight
+
+    monkeypatch.setattr(flight, "diagnosis", raising(ZeroDivisionError("ours")))
+    trainer, error = make(verl), RuntimeError("theirs")
+    trainer._update_actor = raising(error)
+    assert fitted(trainer) is error
+    assert "DPA904" in caplog.text
+
+
+def test_rows_that_do_not_divide(verl: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    rollout = "actor_rollout_ref__rollout__log_prob_micro_batch_size_per_gpu"
+    trainer = make(verl, **{rollout: 5})
+    trainer._compute_old_log_prob = raising(AssertionError("data size must be divisible"))
+    fitted(trainer)
+    assert "16 rows do not divide by 10 = 2 ranks x 5 rows of a micro-batch" in caplog.text
+
+
+def test_errors_of_workers_are_told_in_a_line() -> None:
+    long = ValueError("\x1b[36mray::Worker\x1b[39m\n  File x, line 1\nKeyError: 'uid'\n")
+    assert brief(long) == "ValueError: KeyError: 'uid'"
+    assert brief(KeyError()) == "KeyError"
+
+
+def test_the_first_nan_is_kept(verl: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make(verl, steps=3, trainer__val_before_train=False, trainer__test_freq=0)
+    original = trainer._compute_old_log_prob
+
+    def not_finite(batch: Any) -> Any:
+        out, more = original(batch)
+        if trainer.global_steps > 1:
+            out.batch["old_log_probs"][0, 0] = float("nan")
+        return out, more
+
+    trainer._compute_old_log_prob = not_finite
+    with attach(trainer, run_dir="run"):
+        trainer.fit()
+    kept = [p.as_posix() for p in Path("run/trace").rglob("*.pkl")]
+    assert kept == ["run/trace/step_000002/old_log_prob/not_finite.pkl"]
+    assert caplog.text.count("first values that are not finite") == 1
