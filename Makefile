@@ -108,7 +108,9 @@ nightly: $(STAMP) ## every test and benchmark, hours; writes benchmarks/results/
 	  name=$$1; shift; echo "== $$name"; \
 	  { heading; "$$@" 2>&1; } | tee $(RESULTS)/$$name.txt || failed="$$failed $$name"; \
 	}; \
-	record tests $(BIN)/python -m pytest; \
+	record tests $(BIN)/python -m pytest -m "not verl"; \
+	record verl $(MAKE) test-verl; \
+	record selftest $(BIN)/dataproto-audit selftest; \
 	for script in $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))); do \
 	  record $$(basename "$$script" .py) $(BIN)/python "$$script"; \
 	done; \
