@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from jaxtyping import Shaped, jaxtyped
 from torch import Tensor
 
@@ -201,8 +202,19 @@ def _size(part: str, sizes: Mapping[str, int | None]) -> int | None:
     return None if None in own else sum(size or 0 for size in own)
 
 
+def _number_of(dtype: torch.dtype) -> str:
+    """The kind of number, in the words of :attr:`Field.number`."""
+    if dtype.is_floating_point:
+        return "float"
+    return "bool" if dtype == torch.bool else "integer"
+
+
 def _wrong_jagged(field: Field, view: BatchView) -> Iterable[Violation]:
-    """Row lengths of a jagged field against those of ``prompts`` and ``responses``."""
+    """Kind of number and row lengths of a jagged field, against ``prompts`` and ``responses``."""
+    if _number_of(view.tensors[field.name].dtype) not in field.number.split(" or "):
+        expected, actual = f"{field.number} values", describe(view, field.name)
+        yield Violation("DPA102", field.name, expected, actual, {}, ("wrong_dtype",))
+        return
     axes = field.axes.split()[-1].split("+")
     anchors = ["prompts" if axis == "prompt" else "responses" for axis in axes]
     if any(anchor not in view.tensors for anchor in anchors):

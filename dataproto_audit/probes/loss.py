@@ -135,6 +135,10 @@ def _mini_batches(view: BatchView, ctx: Context) -> Iterator[tuple[int, Mapping[
 def loss_recomputed(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
     """Each loss term of each mini-batch equals its recomputation over all rows at once."""
     s = ctx.settings
+    kl = ("kl_loss_coef", "kl_loss_type") if s.use_kl_loss else ()
+    open_ = [name for name in ("entropy_coeff", *kl) if getattr(s, name) is None]
+    if open_:
+        ctx.unknown(f"setting unknown: {', '.join(open_)}")
     for name, used in (
         ("ref_log_prob", s.use_kl_loss),
         ("update_entropys", s.entropy_coeff),

@@ -124,7 +124,8 @@ def test_a_jagged_batch_compares_lengths():
     [found] = wrong_fields(batch(**fields | {"old_log_probs": jagged(short, dtype=torch.float32)}))
     assert (found.code, found.field) == ("DPA103", "old_log_probs")
     assert "rows [2]" in found.actual
-    [found] = wrong_fields(batch(**fields | {"old_log_probs": jagged(own[:3])}))
+    few = jagged(own[:3], dtype=torch.float32)
+    [found] = wrong_fields(batch(**fields | {"old_log_probs": few}))
     assert found.actual == "3 rows"
 
 
@@ -218,3 +219,13 @@ def test_every_field_has_a_producer_and_a_meaning():
         assert field.number in ("integer", "float", "integer or bool", "object", "meta")
         declared = STAGES[field.producer]
         assert field.name in (*declared.adds, *declared.may_add) or field.name == "entropys"
+
+
+def test_a_jagged_field_of_another_kind_of_number():
+    rows = [torch.ones(3), torch.ones(2)]
+    ids = torch.nested.nested_tensor([row.long() for row in rows], layout=torch.jagged)
+    view = BatchView.of({"batch": {"responses": ids, "old_log_probs": ids}})
+    [found] = wrong_fields(view)
+    assert (found.code, found.field, found.causes) == ("DPA102", "old_log_probs", ("wrong_dtype",))
+    floats = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    assert wrong_fields(BatchView.of({"batch": {"responses": ids, "old_log_probs": floats}})) == []
