@@ -14,6 +14,8 @@ from dataproto_audit.contracts.relations import compare_expanded, compare_rows, 
 from dataproto_audit.contracts.rows import RowState
 from dataproto_audit.contracts.stages import Stage
 
+FOLLOWED = ("same", "expand", "permute")
+"""Row relations that are compared; of others only the fields are checked."""
 CONSUMED = ("entropys",)
 """Fields that the driver turns into a metric and drops between two stages."""
 
@@ -124,6 +126,8 @@ class Trail:
             return _not_compared(seen, "the boundary before was not seen")
         if expands and self.settings.n is None:
             return _not_compared(seen, "setting unknown: n")
+        if stage.rows.relation not in FOLLOWED:
+            return _not_compared(seen, f"rows that {stage.rows.relation} are not followed")
         sizes = {"n": self.settings.n or 1, **self.settings.factors()}
         free = stage.changeable(self.settings)
         found = compare_rows(stage, base, state, sizes=sizes, free=free)

@@ -8,7 +8,8 @@ import torch
 
 from dataproto_audit.auditor import Auditor
 from dataproto_audit.batch import BatchView
-from dataproto_audit.contracts.stages import STAGES
+from dataproto_audit.contracts.dims import Rows
+from dataproto_audit.contracts.stages import STAGES, Stage
 from dataproto_audit.contracts.trail import Trail
 from dataproto_audit.probes import Settings
 from dataproto_audit.testing.healthy import Options, boundaries
@@ -173,3 +174,21 @@ def test_what_the_rows_show_goes_before_what_is_supposed():
     [found] = cross(trail, "advantage", BatchView.of(turned), "before").violations
     assert (found.code, found.causes[0]) == ("DPA113", "row_permutation")
     assert "changed_between_stages" in found.causes
+
+
+def test_a_relation_that_is_not_followed_is_said_and_not_passed():
+    class Filtered(Stage):
+        """Groups without a difference are dropped."""
+
+        name = "filtered"
+        rows = Rows("drop")
+
+    try:
+        trail = Trail(Settings(n=2))
+        cross(trail, "reward", sampled(8))
+        crossing = cross(trail, "filtered", sampled(24))
+        assert (crossing.kind, crossing.reason) == (
+            "not_checkable", "rows that drop are not followed",
+        )  # fmt: skip
+    finally:
+        del STAGES["filtered"]
