@@ -107,7 +107,7 @@ class Auditor:
         """Checks that ran to a verdict at least once."""
         self.cpu_s = 0.0
         self.step: int | None = None
-        self.model: Any = None
+        self.model: Any = False
         """A model, or the folder of one, that probes may recompute log-probs with."""
         self._off: set[str] = set()
         self._schedule = Schedule(self.probes)

@@ -72,6 +72,8 @@ def _scored(view: BatchView, ctx: Context, *, half: bool) -> NDArray[np.float64]
 
 def _recomputed(field: str, stage: str) -> None:
     def run(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
+        if ctx.model is False:
+            ctx.skip("a run does not recompute: check(..., model=) does")
         if ctx.model is None:
             ctx.unknown("no model to recompute with: pass model=")
         if view.numpy("position_ids").ndim != 2:
