@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -87,7 +87,7 @@ def load_policy(path: str | os.PathLike[str] | None = None) -> Policy:
     source = Path(path)
     if source.suffix == ".toml":
         return _policy(_toml(source), str(source))
-    return _policy(_yaml(source), str(source))
+    return _policy(read_yaml(source, keys=KEYS), str(source))
 
 
 def _toml(path: Path) -> Mapping[str, Any]:
@@ -99,7 +99,8 @@ def _toml(path: Path) -> Mapping[str, Any]:
     return own if isinstance(own, Mapping) else {"tool.dataproto_audit": own}
 
 
-def _yaml(path: Path) -> Mapping[str, Any]:
+def read_yaml(path: Path, *, keys: Iterable[str]) -> Mapping[str, Any]:
+    """The mapping in a YAML file, which may hold ``keys``. Raises :class:`UsageError`."""
     import yaml
 
     try:
@@ -107,7 +108,7 @@ def _yaml(path: Path) -> Mapping[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UsageError("DPA851", f"{path}: cannot be read ({error}).") from error
     if not isinstance(own, Mapping):
-        raise UsageError("DPA851", f"{path}: not a mapping.", f"Known keys: {', '.join(KEYS)}.")
+        raise UsageError("DPA851", f"{path}: not a mapping.", f"Known keys: {', '.join(keys)}.")
     return own
 
 

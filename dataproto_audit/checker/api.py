@@ -27,7 +27,6 @@ from dataproto_audit.codes import UsageError
 from dataproto_audit.contracts.check import Violation, undeclared
 from dataproto_audit.contracts.merge import concat_violations, union_violations
 from dataproto_audit.contracts.stages import PROMPT_SIDE, STAGES
-from dataproto_audit.dump.readers import Saved
 from dataproto_audit.findings import SEVERITIES, Finding, Outcome, Report
 from dataproto_audit.policy import Policy
 from dataproto_audit.probes import Settings
@@ -143,10 +142,14 @@ def ordered(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def _view(batch: Any, policy: Policy | None = None) -> BatchView | None:
-    if isinstance(batch, Saved):
-        batch = batch.batch
     if batch is None:
         return None
+    if not isinstance(batch, Mapping):
+        # A saved batch was made by the readers, and of no other kind is tensordict needed here.
+        from dataproto_audit.dump.readers import Saved
+
+        if isinstance(batch, Saved):
+            batch = batch.batch
     view = BatchView.of(batch)
     return view.under(policy.renamed()) if policy and policy.aliases else view
 

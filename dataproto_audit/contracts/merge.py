@@ -18,8 +18,6 @@ from dataproto_audit.contracts.relations import RowViolation
 from dataproto_audit.contracts.rows import differing
 from dataproto_audit.fingerprint import frozen
 
-TIMING = 1e-3
-"""Relative difference up to which numbers of two workers are the same measurement."""
 FREE = ("timing", "metrics")
 """Meta entries that measure: each worker has values of its own."""
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dataproto_audit.codes import UsageError
+from dataproto_audit.policy import read_yaml
 
 PREFIX = "DATAPROTO_AUDIT_"
 ON = ("1", "true", "on", "yes")
@@ -90,7 +91,7 @@ def options(
     own.pop("config", None)
     found = Options()
     if path:
-        found = _with(found, _file(Path(path)), lambda name: f"{path}: {name}")
+        found = _with(found, read_yaml(Path(path), keys=KNOWN), lambda name: f"{path}: {name}")
     found = _with(found, own, lambda name: f"{PREFIX}{name.upper()}")
     return _with(found, {k: v for k, v in told.items() if v is not None}, lambda name: name)
 
@@ -157,15 +158,3 @@ def _count(place: str, value: Any, *, least: int) -> int:
     if number < least:
         raise UsageError("DPA851", f"{place}: {value!r} is no whole number from {least} on.")
     return number
-
-
-def _file(path: Path) -> Mapping[str, Any]:
-    import yaml
-
-    try:
-        own = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError("DPA851", f"{path}: cannot be read ({error}).") from error
-    if not isinstance(own, Mapping):
-        raise UsageError("DPA851", f"{path}: not a mapping.", f"It holds {', '.join(KNOWN)}.")
-    return own

@@ -15,6 +15,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, TypeVar
 
+from dataproto_audit.codes import InternalError
 from dataproto_audit.findings import AuditError
 from dataproto_audit.integrations import flight, verl_v0
 from dataproto_audit.integrations.options import Options
@@ -188,7 +189,8 @@ class VerlRun:
 
     @property
     def _open(self) -> Session:
-        assert self.session is not None, "calls count while the run goes on"
+        if self.session is None:
+            raise InternalError("DPA904", "a stage was reported outside of a run.")
         return self.session
 
     def begin(self, prompts: Any) -> None:

@@ -81,6 +81,11 @@ class Settings:
         """Names of all settings."""
         return tuple(f.name for f in fields(cls))
 
+    @property
+    def filtered(self) -> bool:
+        """True where top-p or top-k leaves tokens out, so that the engine renormalises."""
+        return self.top_p not in (None, 1.0) or (self.top_k or -1) > 0
+
     def factors(self) -> dict[str, int]:
         """Known counts that may explain a wrong size."""
         named = {"n": self.n, "dp": self.world_size, "tp": self.tp_size, "cp": self.cp_size,
@@ -217,12 +222,17 @@ def group_codes(view: BatchView, ctx: Context) -> tuple[NDArray[np.int64], list[
     return found[0], found[1]
 
 
-def filling_rows(view: BatchView) -> NDArray[np.bool_] | None:
-    """Rows that only fill the batch up (``is_padding``, ``is_pad``), ``[rows]``.
+def filling_field(view: BatchView) -> str | None:
+    """The field that flags rows which only fill the batch up: ``is_padding`` or ``is_pad``."""
+    return next((name for name in ("is_padding", "is_pad") if name in view), None)
 
-    None where there is no such flag, or not exactly one a row.
+
+def filling_rows(view: BatchView) -> NDArray[np.bool_] | None:
+    """Rows that only fill the batch up, ``[rows]``.
+
+    None where there is no such flag (:func:`filling_field`), or not exactly one a row.
     """
-    name = next((n for n in ("is_padding", "is_pad") if n in view), None)
+    name = filling_field(view)
     if name is None:
         return None
     flags = view.numpy(name).reshape(-1).tolist()

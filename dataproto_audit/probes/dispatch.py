@@ -12,7 +12,7 @@ import numpy as np
 
 from dataproto_audit.batch import BatchView
 from dataproto_audit.findings import Finding
-from dataproto_audit.probes.context import Context, filling_rows
+from dataproto_audit.probes.context import Context, filling_field, filling_rows
 from dataproto_audit.probes.registry import probe
 from dataproto_audit.probes.scan import ATTENDED, PROMPT_LENGTH, RESPONSE_LENGTH
 
@@ -141,7 +141,7 @@ def padding_rows_untrained(
 
     Said once a step of the same rows.
     """
-    name = next((n for n in ("is_padding", "is_pad") if n in view), None)
+    name = filling_field(view)
     if name is None:
         ctx.skip("no padding rows")
     filling = filling_rows(view)

@@ -50,7 +50,7 @@ def _excess(block: Block) -> Any:
 
 def _biased(ctx: Context) -> str:
     s = ctx.settings
-    if s.top_p not in (None, 1.0) or (s.top_k or -1) > 0:
+    if s.filtered:
         return "a filter makes likely tokens likelier"
     if s.temperature is not None and s.temperature <= 0:
         return "greedy decoding samples nothing"

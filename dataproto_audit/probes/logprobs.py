@@ -121,9 +121,10 @@ for _field, _stage in PRODUCERS.items():
     _range_probes(_field, _stage)
 
 
-def _comparable(ctx: Context) -> str:
+def incomparable(ctx: Context) -> str:
+    """Why rollout and old log-probs may differ in good health; '' where nothing is known to."""
     settings = ctx.settings
-    if settings.top_p not in (None, 1.0) or (settings.top_k or -1) > 0:
+    if settings.filtered:
         return "top-p or top-k renormalises the rollout's log-probs"
     if settings.on_policy is False:
         return "rollouts may come from older weights"
@@ -135,7 +136,7 @@ def _comparable(ctx: Context) -> str:
     stages=("old_log_prob",),
     needs=("old_log_probs", "rollout_log_probs", "response_mask"),
     stats=(masked_gap("old_log_probs", "rollout_log_probs"),),
-    applies=_comparable,
+    applies=incomparable,
 )
 def rollout_old_gap(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
     """|old - rollout| within the noise of the two engines.

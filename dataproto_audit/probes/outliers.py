@@ -17,7 +17,7 @@ from dataproto_audit.batch import BatchView, Block
 from dataproto_audit.findings import Finding
 from dataproto_audit.narrow import row_max
 from dataproto_audit.probes.context import Context, row_numbers
-from dataproto_audit.probes.logprobs import noise_of
+from dataproto_audit.probes.logprobs import incomparable, noise_of
 from dataproto_audit.probes.registry import probe
 from dataproto_audit.probes.scan import per_row
 
@@ -57,14 +57,7 @@ def _standing_out(gap: NDArray[np.float64]) -> tuple[Any, float]:
     return out[:, None] & (gap > CELL_FACTOR * rest), rest
 
 
-def _mixed(ctx: Context) -> str:
-    filtered = ctx.settings.top_p not in (None, 1.0) or (ctx.settings.top_k or -1) > 0
-    if filtered:
-        return "top-p or top-k renormalises the rollout's log-probs"
-    return "rollouts may come from older weights" if ctx.settings.on_policy is False else ""
-
-
-@probe("DPA310", stages=("old_log_prob",), needs=BOTH, applies=_mixed)
+@probe("DPA310", stages=("old_log_prob",), needs=BOTH, applies=incomparable)
 def rows_alike(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
     """No row's log-probs [B,R] disagree far more than those of most rows.
 
@@ -100,7 +93,7 @@ def rows_alike(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Itera
         )
 
 
-@probe("DPA311", stages=("old_log_prob",), needs=(*BOTH, "weight_version"), applies=_mixed)
+@probe("DPA311", stages=("old_log_prob",), needs=(*BOTH, "weight_version"), applies=incomparable)
 def one_weight_version(
     view: BatchView, stats: Mapping[str, Any], ctx: Context
 ) -> Iterable[Finding]:

@@ -130,8 +130,7 @@ def _filled_in(block: Block) -> Any:
 
 
 def _sampled_with_filter(ctx: Context) -> str:
-    filtered = ctx.settings.top_p not in (None, 1.0) or (ctx.settings.top_k or -1) > 0
-    return "a filter may leave one token only" if filtered else ""
+    return "a filter may leave one token only" if ctx.settings.filtered else ""
 
 
 @probe(

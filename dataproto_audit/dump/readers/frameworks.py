@@ -179,8 +179,8 @@ def _token_field(
     notes: list[str],
 ) -> bool:
     """Write one field; False if the file's own lists have to stay, too."""
-    values = [row.get(tokens.source) for row in rows]
-    if not all(is_numbers(value) for value in values):
+    values = [value for row in rows if is_numbers(value := row.get(tokens.source))]
+    if len(values) < len(rows):
         return False
     if tokens.zero_is_missing and not any(any(value) for value in values if value):
         notes.append(f"{tokens.source} is 0 everywhere: not computed, so not taken over")
@@ -188,7 +188,6 @@ def _token_field(
     move = {"response": None, "sequence": 0, "next": 1}[tokens.at]
     cut, whole = [], True
     for value, start, end in zip(values, starts, ends, strict=True):
-        assert isinstance(value, list)
         taken = value if move is None else value[max(0, start - move) : max(0, end - move)]
         rest = [] if move is None else value[: max(0, start - move)] + value[max(0, end - move) :]
         whole = whole and not any(rest)

@@ -68,13 +68,16 @@ def whitened_with_padding(scene: Scene) -> Truth:
     return _written(scene, (raw - raw.mean()) / raw.var().sqrt())
 
 
-@seeded(
+_whitened_otherwise = seeded(
     "advantage",
     "advantages",
     cause=("wrong_whitening", "wrong_group_normalisation"),
     bases=CRITIC,
     tuned=True,
 )
+
+
+@_whitened_otherwise
 def whitened_per_rank(scene: Scene) -> Truth:
     """Each rank whitens its own rows."""
     raw, mask = _raw(scene), scene.tensors["response_mask"]
@@ -82,13 +85,7 @@ def whitened_per_rank(scene: Scene) -> Truth:
     return _written(scene, torch.cat([estimators.whiten(x, on) for x, on in chunks]))
 
 
-@seeded(
-    "advantage",
-    "advantages",
-    cause=("wrong_whitening", "wrong_group_normalisation"),
-    bases=CRITIC,
-    tuned=True,
-)
+@_whitened_otherwise
 def whitening_forgotten(scene: Scene) -> Truth:
     """GAE advantages are used as they are."""
     return _written(scene, _raw(scene))
