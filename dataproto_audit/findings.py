@@ -42,7 +42,8 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def _listed(items: Sequence[Any]) -> str:
+def listed(items: Sequence[Any]) -> str:
+    """The first :data:`MAX_LISTED` items, and how many there are if that is more."""
     shown = ", ".join(str(item) for item in items[:MAX_LISTED])
     return shown + (f", ... ({len(items)} in all)" if len(items) > MAX_LISTED else "")
 
@@ -111,35 +112,44 @@ class Finding:
 
     def __str__(self) -> str:
         at = f"step {self.step}, " if self.step is not None else ""
-        where = f"{at}{self.when} {self.stage}"
-        lines = [f"{self.code} {self.severity}: {self.title} ({where})"]
-        if self.field:
-            lines.append(f"  field     {self.field}")
-        if self.rows:
-            lines.append(f"  rows      {_listed(self.rows)}")
-        for row in list(self.columns)[:3]:
-            lines.append(f"  columns   row {row}: {_listed(self.columns[row])}")
-        if len(self.columns) > 3:
-            lines.append(f"            and {len(self.columns) - 3} more rows")
-        if self.expected:
-            lines.append(f"  expected  {self.expected}")
-        if self.actual:
-            lines.append(f"  actual    {self.actual}")
-        for name, value in self.evidence.items():
-            lines.append(f"  evidence  {name}: {_number(value)}")
-        if self.causes:
-            lines.append(f"  causes    {' > '.join(self.causes)}")
-        if self.hint:
-            lines.append(f"  hint      {self.hint}")
-        lines.append(f"  more      dataproto-audit explain {self.code}")
-        return "\n".join(lines)
+        title = f"{self.code} {self.severity}: {self.title} ({at}{self.when} {self.stage})"
+        details = (f"  {name:9} {text}" for name, text in finding_lines(self.to_dict()))
+        return "\n".join((title, *details))
 
 
-def _number(value: Any) -> str:
+def finding_lines(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What a finding says below its title, as (name, text); ``data`` is :meth:`Finding.to_dict`.
+
+    Long lists are cut to :data:`MAX_LISTED` entries and columns to three rows.
+    """
+    if data.get("field"):
+        yield "field", str(data["field"])
+    if data.get("rows"):
+        yield "rows", listed(data["rows"])
+    columns = data.get("columns") or {}
+    for row in list(columns)[:3]:
+        yield "columns", f"row {row}: {listed(columns[row])}"
+    if len(columns) > 3:
+        yield "", f"and {len(columns) - 3} more rows"
+    for name in ("expected", "actual"):
+        if data.get(name):
+            yield name, str(data[name])
+    for name, value in (data.get("evidence") or {}).items():
+        yield "evidence", f"{name}: {_evidence(value)}"
+    if data.get("causes"):
+        yield "causes", " > ".join(map(str, data["causes"]))
+    if data.get("hint"):
+        yield "hint", str(data["hint"])
+    yield "more", f"dataproto-audit explain {data['code']}"
+
+
+def _evidence(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, Mapping):
-        return ", ".join(f"{k}={_number(v)}" for k, v in value.items())
+        return ", ".join(f"{key}={_evidence(item)}" for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return listed([_evidence(item) for item in value])
     return str(value)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict
 
-from dataproto_audit.codes import ProtocolError, UsageError
+from dataproto_audit.codes import ProtocolError, RunError
 from dataproto_audit.protocol import (
     DataProto,
     deserialize_single_tensor,
@@ -216,5 +216,5 @@ def test_a_failed_save_names_the_culprit_and_keeps_the_old_file(tmp_path):
         DataProto(non_tensor_batch={"u": column}).save_to_disk(path)
     assert DataProto.load_from_disk(path).meta_info == {"a": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["f"]
-    with pytest.raises(UsageError, match=r"DPA802 .*nowhere.* cannot be written: No such file"):
+    with pytest.raises(RunError, match=r"DPA802 .*nowhere.*: the folder does not exist"):
         DataProto().save_to_disk(tmp_path / "nowhere" / "f")

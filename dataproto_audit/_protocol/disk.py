@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import secrets
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ from dataproto_audit._protocol.build import check_rows
 from dataproto_audit._protocol.safe.errors import RefusedError
 from dataproto_audit._protocol.safe.explain import explained, read_bytes
 from dataproto_audit._protocol.safe.load import Proto, load, name_of
-from dataproto_audit.codes import ProtocolError, UsageError
+from dataproto_audit.atomic import atomic_write_bytes
+from dataproto_audit.codes import ProtocolError
 
 State = tuple[TensorDict | None, dict[str, Any], dict[str, Any]]
 
@@ -36,7 +36,7 @@ def write_state(path: str | os.PathLike[str], state: tuple[Any, Any, Any]) -> No
     )
     # The body starts with its own PROTO (2 bytes) and ends with STOP. BUILD takes the place of
     # that STOP, since the frame around it counts its bytes.
-    _write_whole(Path(path), header + body[2:-1] + pickle.BUILD + pickle.STOP)
+    atomic_write_bytes(path, header + body[2:-1] + pickle.BUILD + pickle.STOP)
 
 
 def _short_text(text: str) -> bytes:
@@ -60,21 +60,6 @@ def _culprit(state: tuple[Any, Any, Any]) -> str:
             except Exception:  # noqa: BLE001 # as above
                 return f"{name}[{key!r}]"
     return "the batch"
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    try:
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise UsageError("DPA802", f"{path} cannot be written: {error.strerror}.") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def read_state_file(path: str | os.PathLike[str]) -> State:

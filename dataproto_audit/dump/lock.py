@@ -16,8 +16,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from dataproto_audit.atomic import storage_error
 from dataproto_audit.codes import UsageError
-from dataproto_audit.dump.atomic import storage_error
 
 LOCK_NAME = ".lock"
 

@@ -17,13 +17,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from dataproto_audit.codes import CodedError, UsageError
-from dataproto_audit.dump.atomic import (
+from dataproto_audit.atomic import (
     TMP_SUFFIX,
     atomic_write_bytes,
     atomic_write_json,
     storage_error,
 )
+from dataproto_audit.codes import CodedError, UsageError
 from dataproto_audit.dump.layout import CONFIG, ENVIRONMENT, OWN_FILES, SUMMARY, TABLES_DIR
 from dataproto_audit.dump.lock import RunLock
 from dataproto_audit.dump.run import Run, open_run

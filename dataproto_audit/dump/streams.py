@@ -24,8 +24,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from dataproto_audit.atomic import atomic_path, atomic_write_bytes, fsync_folder, storage_error
 from dataproto_audit.codes import UsageError
-from dataproto_audit.dump.atomic import atomic_path, atomic_write_bytes, fsync_folder, storage_error
 from dataproto_audit.dump.schema import SCHEMA_VERSION, TABLES, VERSION_KEY, Table
 
 COMMITS = "commits.log"

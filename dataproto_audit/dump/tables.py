@@ -25,9 +25,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from dataproto_audit.atomic import json_text, storage_error
 from dataproto_audit.codes import CodedError, InternalError, RunError, UsageError
 from dataproto_audit.dump import streams
-from dataproto_audit.dump.atomic import json_text, storage_error
 from dataproto_audit.dump.columns import Block, from_tuples, make_block, repeated_step
 from dataproto_audit.dump.schema import TABLES, Table
 from dataproto_audit.findings import Finding

@@ -171,6 +171,7 @@ def weights_arrived(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> 
     wrong = [name for name in both if trainer[name] != engine[name]]
     wrong += [name for name in ctx.evidence.get("engine_stale", ()) if name not in wrong]
     ctx.measure("audit/weights_compared", len(both))
+    ctx.measure("audit/weights_unread", len(ctx.evidence.get("engine_unreadable", ())))
     ctx.measure(WEIGHTS, zlib.crc32(repr([trainer[name] for name in both]).encode()))
     if wrong:
         head = len(both) > len(wrong) and all("lm_head" in name for name in wrong)
@@ -181,6 +182,25 @@ def weights_arrived(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> 
             evidence={"tensors wrong": len(wrong), "tensors compared": len(both)},
             causes=("tied_head_not_updated",) if head else ("stale_rollout_weights",),
             hint="the rollout of the next step would come from other weights",
+        )
+
+
+@probe("DPA606", stages=("sync_weights",), needs=("evidence.engine_prefix_cache_reset",))
+def prefix_cache_dropped(
+    view: BatchView, stats: Mapping[str, Any], ctx: Context
+) -> Iterable[Finding]:
+    """The engine dropped its prefix cache with the weights it was computed from.
+
+    An engine refuses the reset while requests are under way (vLLM's ``reset_prefix_cache`` says
+    False then); a prompt that comes again is continued from keys and values of the old weights.
+    """
+    if not ctx.evidence["engine_prefix_cache_reset"]:
+        yield ctx.fail(
+            "weights",
+            expected="the prefix cache is reset with every weight sync",
+            actual="the engine kept it",
+            causes=("stale_prefix_cache",),
+            hint="send weights only when no request is under way, or switch the prefix cache off",
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dataproto_audit.codes import CODES
-from dataproto_audit.findings import MAX_LISTED, Finding
+from dataproto_audit.findings import Finding, finding_lines
 from dataproto_audit.render.text import counts, duration, number, visible
 
 SEVERITY_STYLE = {"fail": "bold red", "warn": "yellow", "info": "cyan"}
@@ -98,49 +98,14 @@ def render_finding(finding: Finding | Mapping[str, Any]) -> Panel:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold")
     grid.add_column(overflow="fold")
-    for name, value in _finding_lines(data):
+    step = "" if data.get("step") is None else f"step {data['step']}, "
+    where = f"{step}{data['when']} {data['stage']}, check {data['check']}"
+    for name, value in (("where", where), *finding_lines(data)):
         grid.add_row(name, Text(visible(value)))
     known = CODES.get(data["code"])
     title = Text(f"{visible(data['code'])} {severity}: ", style=style)
     title.append(known.title if known else visible(data["check"]))
     return Panel(grid, title=title, title_align="left", border_style=style)
-
-
-def _finding_lines(data: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    step = "" if data.get("step") is None else f"step {data['step']}, "
-    yield "where", f"{step}{data['when']} {data['stage']}, check {data['check']}"
-    if data.get("field"):
-        yield "field", str(data["field"])
-    if data.get("rows"):
-        yield "rows", _listed(data["rows"])
-    columns = data.get("columns") or {}
-    for row in list(columns)[:3]:
-        yield "columns", f"row {row}: {_listed(columns[row])}"
-    if len(columns) > 3:
-        yield "", f"and {len(columns) - 3} more rows"
-    for name in ("expected", "actual"):
-        if data.get(name):
-            yield name, str(data[name])
-    for name, value in (data.get("evidence") or {}).items():
-        yield "evidence", f"{name}: {_evidence(value)}"
-    if data.get("causes"):
-        yield "causes", " > ".join(map(str, data["causes"]))
-    if data.get("hint"):
-        yield "hint", str(data["hint"])
-    yield "more", f"dataproto-audit explain {data['code']}"
-
-
-def _listed(items: Sequence[Any]) -> str:
-    shown = ", ".join(map(str, items[:MAX_LISTED]))
-    return shown + (f", ... ({len(items)} in all)" if len(items) > MAX_LISTED else "")
-
-
-def _evidence(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key}={_evidence(item)}" for key, item in value.items())
-    if isinstance(value, (list, tuple)):
-        return _listed([_evidence(item) for item in value])
-    return number(value)
 
 
 def _decoded(row: Mapping[str, Any]) -> dict[str, Any]:

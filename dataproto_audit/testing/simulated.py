@@ -342,6 +342,7 @@ class SimulatedStep:
         other = sample + noise + (0.3 if engine != now else 0.0)
         return {
             "trainer_checksum": now,
+            "engine_prefix_cache_reset": True,
             "engine_checksum": dict(engine),
             "sync_probe": {"trainer": sample, "engine": other},
         }

@@ -56,6 +56,7 @@ def build_parts(
             "engine_checksum": result.checksum,
             "engine_stale": list(result.stale),
             "engine_unreadable": list(result.unreadable),
+            "engine_prefix_cache_reset": result.prefix_cache_reset,
         }
         if workers.exported is not None:
             meter.audit_s += workers.exported.cpu_s

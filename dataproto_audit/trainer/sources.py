@@ -78,7 +78,7 @@ class GeneratorSource:
                 raise UsageError(
                     "DPA851",
                     f"data.prompt_style=expression: tasks of {self.name!r} have no expression.",
-                    "Use prompt_style verbatim or chat.",
+                    "Use prompt_style=verbatim.",
                 )
             text = expression.replace(" ", "") + "="
         else:
@@ -239,7 +239,7 @@ def open_source(data_config: Any, *, split: str) -> Source:
     Files win over a generator; ``val`` of a generator holds ``val_batch_size`` rows. UsageError
     DPA851 if the configuration names neither.
     """
-    chat = bool(data_config.apply_chat_template) or data_config.prompt_style == "chat"
+    chat = bool(data_config.apply_chat_template)
     files = data_config.val_files if split == "val" else data_config.train_files
     if files:
         listed = [str(files)] if isinstance(files, str) else [str(file) for file in files]

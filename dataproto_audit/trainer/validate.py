@@ -11,7 +11,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "audit.level": LEVELS,
     "audit.on_fail": ON_FAIL,
     "data.truncation": ("error", "left", "right"),
-    "data.prompt_style": ("verbatim", "expression", "chat"),
+    "data.prompt_style": ("verbatim", "expression"),
     "actor_rollout_ref.actor.strategy": ("fsdp2",),
     "actor_rollout_ref.actor.fsdp_config.wrap": ("root", "layer"),
     "actor_rollout_ref.actor.optim.name": ("adamw", "sgd"),
@@ -74,6 +74,12 @@ def _positive(config: DictConfig) -> None:
         value = _value(config, key)
         if not isinstance(value, (int, float)) or value <= 0:
             raise UsageError("DPA851", f"{key} is {value}.", "It must be positive.")
+    if config.trainer.nnodes != 1:
+        raise UsageError(
+            "DPA851",
+            f"trainer.nnodes is {config.trainer.nnodes}; this trainer runs on one machine.",
+            "Set it to 1. Runs over several nodes: attach to verl (docs/attaching.md).",
+        )
     if config.actor_rollout_ref.rollout.temperature <= 0:
         raise UsageError(
             "DPA851",

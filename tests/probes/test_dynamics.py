@@ -75,6 +75,11 @@ def unscored(b: Boundary) -> Truth:
     return Truth("weights")
 
 
+def kept_cache(b: Boundary) -> Truth:
+    b.evidence["engine_prefix_cache_reset"] = False  # type: ignore[index]
+    return Truth("weights")
+
+
 CASES = [
     Case("metrics_finite", "DPA601", "update_actor", _metric("actor/grad_norm", float("nan")),
          "non_finite", "actor/grad_norm = nan"),
@@ -95,6 +100,8 @@ CASES = [
          "tensors compared: 5"),
     Case("weights_arrived", "DPA605", "sync_weights", told_stale, "stale_rollout_weights",
          "unread.weight with checksum of what was sent"),
+    Case("prefix_cache_dropped", "DPA606", "sync_weights", kept_cache, "stale_prefix_cache",
+         "the engine kept it"),
     Case("engine_scores_alike", "DPA606", "sync_weights", other_score, "tied_head_not_updated",
          "tokens wrong: 1"),
     Case("engine_scores_alike", "DPA606", "sync_weights", unscored, "tied_head_not_updated",

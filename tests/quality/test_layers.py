@@ -14,7 +14,7 @@ PACKAGE = "dataproto_audit"
 # Lowest first. Inside DATA and ENTRY modules may import each other; elsewhere only within one name.
 DATA = (
     "catalogue", "codes", "findings", "_protocol", "protocol", "batch", "storage", "fingerprint",
-    "narrow", "fast", "policy",
+    "narrow", "fast", "policy", "atomic",
 )  # fmt: skip
 ENTRY = ("cli", "pytest_plugin", "verl_plugin", "__main__", "__init__")
 LAYERS: tuple[tuple[str, ...], ...] = (

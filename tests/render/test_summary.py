@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dataproto_audit.dump.atomic import json_text
+from dataproto_audit.atomic import json_text
 from dataproto_audit.findings import Finding
 from dataproto_audit.render.summary import final_summary, render_finding, stderr_console
 

@@ -36,7 +36,9 @@ def test_splits_have_their_own_sizes_and_tasks(tokenizer):
 
 
 def test_the_chat_style_asks_through_the_template(tokenizer):
-    chat = open_data(section(prompt_style="chat", max_prompt_length=120), tokenizer)
+    chat = open_data(
+        section(prompt_style="verbatim", apply_chat_template=True, max_prompt_length=120), tokenizer
+    )
     arrays = chat.batch(1).non_tensor_batch
     assert arrays["raw_prompt"][0][0]["role"] == "user"
     assert tokenizer.decode(arrays["prompt_ids"][0], skip_special=False).endswith("<|assistant|>")

@@ -20,8 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
+from dataproto_audit.atomic import atomic_write_bytes
 from dataproto_audit.codes import UsageError
-from dataproto_audit.dump.atomic import atomic_write_bytes
 
 SCHEMA = 1
 INDEX = "checkpoint.json"

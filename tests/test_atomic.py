@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dataproto_audit import atomic
 from dataproto_audit.codes import RunError
-from dataproto_audit.dump import atomic
 
 
 def test_the_content_is_replaced(tmp_path: Path) -> None:

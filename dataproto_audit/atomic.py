@@ -32,6 +32,8 @@ def storage_error(path: str | os.PathLike[str], error: OSError) -> RunError:
         what, remedy = "the disk is full", "Free space on it or choose another folder."
     elif error.errno in _DENIED:
         what, remedy = "the folder is not writable", "Change its permissions or choose another one."
+    elif error.errno == errno.ENOENT:
+        what, remedy = "the folder does not exist", "Create it or choose another one."
     elif error.errno == errno.EFBIG:
         what, remedy = "the file-size limit is reached", "Raise it (ulimit -f) or free space."
     else:
