@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dataproto_audit.findings import AuditError, Finding, Outcome, Report
     from dataproto_audit.integrations.attach import attach
     from dataproto_audit.probes import Settings, probe
+    from dataproto_audit.probes.probability import debug_metrics
     from dataproto_audit.protocol import DataProto
 
 __version__ = "0.1.0"
@@ -35,6 +36,7 @@ _HOME = {
     "check": "checker",
     "check_concat": "checker",
     "check_union": "checker",
+    "debug_metrics": "probes.probability",
     "open_run": "dump.run_folder",
     "probe": "probes",
 }
@@ -53,6 +55,7 @@ __all__ = [
     "check",
     "check_concat",
     "check_union",
+    "debug_metrics",
     "open_run",
     "probe",
 ]

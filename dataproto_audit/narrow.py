@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from dataproto_audit import fast
+
 NARROW = 32
 """Columns up to which turning an array around pays."""
 
@@ -26,6 +28,20 @@ def row_max(values: NDArray[Any], *, initial: float = 0.0) -> NDArray[Any]:
     """Largest value of each row of ``values [rows, columns]`` and ``initial``; NaN spreads."""
     out: NDArray[Any] = np.maximum.reduce(_turned(values), axis=0, initial=initial)
     return out
+
+
+def row_range(values: NDArray[Any], where: NDArray[np.bool_]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Smallest and largest of each row's ``values [rows, columns]`` of a float type ``where`` true.
+
+    NaN spreads; inf and -inf where a row has none.
+    """
+    compiled = fast.loops(values.size)
+    if compiled is not None and fast.plain(values):
+        low, high = compiled.range_where(values, where, (np.inf, -np.inf))
+        return low, high
+    low, high, left_out = values.copy(), values.copy(), ~where
+    low[left_out], high[left_out] = np.inf, -np.inf
+    return -row_max(-low, initial=-np.inf), row_max(high, initial=-np.inf)
 
 
 def _turned(values: NDArray[Any]) -> NDArray[Any]:

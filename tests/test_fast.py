@@ -5,6 +5,7 @@ import torch
 from dataproto_audit import fast
 from dataproto_audit.batch import BatchView
 from dataproto_audit.fingerprint import row_hash
+from dataproto_audit.probes.registry import PROBES
 from dataproto_audit.probes.scan import masked_gap, scan
 
 
@@ -49,6 +50,77 @@ def test_gaps_are_the_same_within_rounding(compiled):
     assert np.array_equal(quick.row_max, slow.row_max)
     assert quick.tokens == slow.tokens
     assert quick[2:] == pytest.approx(slow[2:], rel=1e-12)
+
+
+def _healthy(rows=24, prompt=5, response=7):
+    """Left-padded prompts and right-padded responses of int64, with positions and log-probs."""
+    rng = np.random.default_rng(2)
+    shown = np.arange(prompt) >= rng.integers(0, prompt, (rows, 1))
+    mask = np.arange(response) < rng.integers(0, response + 1, (rows, 1))
+    on = np.concatenate([shown, mask], 1).astype(np.int64)
+    ids = rng.integers(3, 90, on.shape) * on
+    fields = {
+        "prompts": ids[:, :prompt], "responses": ids[:, prompt:], "input_ids": ids,
+        "attention_mask": on, "position_ids": np.maximum(on.cumsum(1) - 1, 0),
+        "response_mask": on[:, prompt:],
+        "old_log_probs": np.where(mask, -rng.random(mask.shape), 0.0).astype(np.float32),
+    }  # fmt: skip
+    return {name: np.ascontiguousarray(array) for name, array in fields.items()}
+
+
+def _spoiled(name, row, column, value):
+    def spoil(fields):
+        fields[name][row, column] = value
+
+    return spoil
+
+
+def _hole(fields):
+    row = int(fields["response_mask"].sum(1).argmax())
+    fields["attention_mask"][row, 6] = 0
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda fields: None,
+        _hole,
+        _spoiled("position_ids", 3, 11, 99),
+        _spoiled("position_ids", 4, 4, 77),
+        _spoiled("input_ids", 5, 1, 91),
+        _spoiled("input_ids", 6, 9, 91),
+        _spoiled("responses", 7, 6, 55),
+        _spoiled("attention_mask", 8, 4, 2),
+        _spoiled("response_mask", 9, 0, -1),
+        _spoiled("old_log_probs", 10, 0, np.nan),
+        _spoiled("old_log_probs", 11, 0, np.inf),
+        _spoiled("old_log_probs", 11, 0, -np.inf),
+        lambda fields: fields["response_mask"].fill(0),
+        lambda fields: fields["attention_mask"].fill(1),
+        lambda fields: fields["attention_mask"].fill(0),
+    ],
+)
+def test_every_statistic_of_a_batch_is_the_same(compiled, spoil):
+    fields = _healthy()
+    spoil(fields)
+    batch = {name: torch.from_numpy(array) for name, array in fields.items()}
+    batch["advantages"] = batch["old_log_probs"].double()
+    stats = {stat.name: stat for probe in PROBES.values() for stat in probe.stats}
+    ready = [stat for stat in stats.values() if set(stat.needs) <= set(batch)]
+    assert {"positions", "ids_layout", "padding", "unattended_ids", "advantage_range"} <= {
+        stat.name for stat in ready
+    }
+
+    def measured():
+        return scan(BatchView.of({"batch": batch, "meta_info": {}}), ready, rows=9)
+
+    quick = measured()
+    compiled()
+    slow = measured()
+    assert quick.keys() == slow.keys()
+    for name, value in quick.items():
+        if "gap:" not in name:
+            np.testing.assert_array_equal(value, slow[name], err_msg=name)
 
 
 def test_small_arrays_and_short_processes_stay_with_numpy(monkeypatch):

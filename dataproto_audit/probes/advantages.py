@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from dataproto_audit.batch import BatchView
+from dataproto_audit.batch import BatchView, Block
 from dataproto_audit.findings import Finding
-from dataproto_audit.narrow import row_sum
+from dataproto_audit.narrow import row_range, row_sum
 from dataproto_audit.probes.advantage_causes import (
     NORMALISED,
     Rule,
@@ -23,6 +23,7 @@ from dataproto_audit.probes.advantage_causes import (
 )
 from dataproto_audit.probes.context import Context, group_codes
 from dataproto_audit.probes.registry import probe, unchecked
+from dataproto_audit.probes.scan import any_of, per_row, some
 from dataproto_audit.reference import rules
 from dataproto_audit.reference.groups import GroupStats, rounding_bound, stats_of_codes
 
@@ -65,7 +66,17 @@ def _coarsest(view: BatchView, *names: str) -> torch.dtype:
     return max((view.tensors[name].dtype for name in names), key=lambda d: torch.finfo(d).eps)
 
 
-@probe("DPA408", stages=("advantage",), needs=NEEDS, applies=_group_relative)
+def _trained_range(block: Block) -> Any:
+    """Smallest and largest trained advantage of each row ``[block, 2]``; inf and -inf of none."""
+    return np.stack(row_range(block["advantages"], block.mask), axis=1)
+
+
+TRAINED_RANGE = per_row("advantage_range", ("advantages", "response_mask"), _trained_range)
+
+
+@probe(
+    "DPA408", stages=("advantage",), needs=NEEDS, stats=(TRAINED_RANGE,), applies=_group_relative
+)
 def advantage_recomputed(
     view: BatchView, stats: Mapping[str, Any], ctx: Context
 ) -> Iterable[Finding]:
@@ -82,12 +93,14 @@ def advantage_recomputed(
     with torch.inference_mode():  # nothing is differentiated: half the cost of small tensors
         groups = _group_stats(view, ctx, with_lengths=estimator == "opo")
         wants = [unchecked(known[bool(form)])(groups).numpy()[:, None] for form in forms]
-    found, skipped = view.numpy("advantages"), view.numpy("response_mask") == 0
+    within = stats[TRAINED_RANGE.name]
+    nothing = within[:, :1] > within[:, 1:]
     for want in wants:
-        close = np.abs(found - want) <= RELATIVE * np.maximum(1.0, np.abs(want))
-        if np.logical_or(close, skipped, out=close).all():
-            yield from _returns_differ(view, ctx, skipped)
+        close = np.abs(within - want) <= RELATIVE * np.maximum(1.0, np.abs(want))
+        if (close | nothing).all():
+            yield from _returns_differ(view, ctx)
             return
+    found, skipped = view.numpy("advantages"), view.numpy("response_mask") == 0
     size = np.abs(view.numpy("token_level_rewards")).sum(1, dtype=np.float64)
     worst: tuple[Rule, Any, Any, Any] | None = None
     for form, want in zip(forms, wants, strict=True):
@@ -133,15 +146,15 @@ def _wrong(
     )
 
 
-def _returns_differ(view: BatchView, ctx: Context, skipped: Any) -> Iterable[Finding]:
+def _returns_differ(view: BatchView, ctx: Context) -> Iterable[Finding]:
     """Returns, where there are any, are the advantages: there is no critic to learn from them."""
     if "returns" not in view.tensors or "returns" in ctx.broken:
         return
     found, want = view.numpy("returns"), view.numpy("advantages")
-    if found is want:
+    if found is want or np.array_equal(found, want):
         return
     bad = ~(np.abs(found - want) <= RELATIVE * np.maximum(1.0, np.abs(want)))
-    bad &= ~skipped & ~(np.isnan(found) & np.isnan(want))
+    bad &= (view.numpy("response_mask") != 0) & ~(np.isnan(found) & np.isnan(want))
     if bad.any():
         row, column = np.argwhere(bad)[0]
         yield ctx.fail(
@@ -159,14 +172,21 @@ def _returns_differ(view: BatchView, ctx: Context, skipped: Any) -> Iterable[Fin
     "DPA409",
     stages=("advantage",),
     needs=("advantages", "response_mask", "settings.adv_estimator"),
+    stats=(
+        any_of(
+            "advantage_off_mask",
+            ("advantages", "response_mask"),
+            lambda block: some((block["advantages"] != 0) > block.mask),
+        ),
+    ),
     applies=_group_relative,
 )
 def advantage_off_mask(
     view: BatchView, stats: Mapping[str, Any], ctx: Context
 ) -> Iterable[Finding]:
     """Group-relative advantages [B,R] are exactly 0 off the mask. (GAE's are not.)"""
-    bad = (view.numpy("advantages") != 0) & (view.numpy("response_mask") == 0)
-    if bad.any():
+    if stats["advantage_off_mask"]:
+        bad = (view.numpy("advantages") != 0) & (view.numpy("response_mask") == 0)
         yield ctx.fail(
             "advantages",
             cells=bad,

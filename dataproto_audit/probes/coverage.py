@@ -16,8 +16,9 @@ import numpy as np
 from dataproto_audit.batch import BatchView, Block
 from dataproto_audit.findings import Finding
 from dataproto_audit.probes.context import Context
+from dataproto_audit.probes.masks import RESPONSE_END
 from dataproto_audit.probes.registry import probe
-from dataproto_audit.probes.scan import ATTENDED
+from dataproto_audit.probes.scan import ATTENDED, TRAINED_TOKENS, any_of, some
 
 ENGINE = ("rollout_log_probs", "response_mask", *ATTENDED)
 TWINS = ("tool_mask", "loss_mask")
@@ -31,10 +32,22 @@ def is_in(ids: Any, listed: Iterable[int] | None) -> Any:
     return np.isin(ids, list(listed or ()))
 
 
+def _left_out(block: Block) -> Any:
+    """Cells that the engine sampled and that the mask leaves out, ``[block, R]``."""
+    return block.response_attention & ~block.mask & (block["rollout_log_probs"] != 0)
+
+
 @probe(
     "DPA208",
     stages=("old_log_prob",),
     needs=("old_log_probs", *ENGINE),
+    stats=(
+        any_of(
+            "sampled_left_out",
+            ENGINE,
+            lambda block: some(block.mask_differs) and some(_left_out(block)),
+        ),
+    ),
     applies=lambda ctx: "rejection cuts the mask" if ctx.settings.rejection else "",
 )
 def sampled_tokens_trained(
@@ -45,11 +58,10 @@ def sampled_tokens_trained(
     A reason is a row that was cut at the length limit, or a gap between the two log-probs that
     rejection looks at. Not covered: tokens that the engine was certain of, whose log-prob is 0.0.
     """
-    block = Block(view, slice(None))
-    rollout = view.numpy("rollout_log_probs")
-    left_out = block.response_attention & ~block.mask & (rollout != 0)
-    if not left_out.any():
+    if not stats["sampled_left_out"]:
         return
+    block = Block(view, slice(None))
+    rollout, left_out = view.numpy("rollout_log_probs"), _left_out(block)
     cut = ~block.mask.any(1)
     left_out &= ~(cut & ~_stopped(view, ctx, block))[:, None]
     gap = np.subtract(view.numpy("old_log_probs"), rollout, dtype=np.float64)
@@ -101,10 +113,10 @@ def masks_agree(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iter
     Where rejection may have cut one of them, only tokens that the second mask leaves out count.
     """
     twins = [n for n in TWINS if n in view.tensors and n not in ctx.broken]
-    mask = view.numpy("response_mask") != 0
-    twins = [name for name in twins if view.numpy(name).shape == mask.shape]
+    twins = [n for n in twins if view.numpy(n).shape == view.numpy("response_mask").shape]
     if not twins:
         ctx.skip("one mask only")
+    mask = view.numpy("response_mask") != 0
     for name in twins:
         other = view.numpy(name) != 0
         bad = mask != other
@@ -135,7 +147,12 @@ def _odd_one(view: BatchView, ctx: Context, mask: Any, other: Any) -> tuple[str,
     return ("masks_disagree", "mask_hole")
 
 
-@probe("DPA205", stages=("rollout",), needs=("response_mask", *ATTENDED, "settings.pad_id"))
+@probe(
+    "DPA205",
+    stages=("rollout",),
+    needs=("response_mask", *ATTENDED, "settings.pad_id"),
+    stats=(RESPONSE_END,),
+)
 def pad_ids_untrained(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
     """A response [B,R] does not end on attended, trained pad ids.
 
@@ -143,12 +160,11 @@ def pad_ids_untrained(view: BatchView, stats: Mapping[str, Any], ctx: Context) -
     model may have sampled: inside the response, or a single last one with a log-prob of the engine.
     """
     pad, stops = ctx.settings.pad_id, ctx.settings.stop_ids
-    block = Block(view, slice(None))
-    padded = view.numpy("responses") == pad
-    behind = ~block.response_attention
-    last = np.maximum(block.response_attention.shape[1] - 1 - behind[:, ::-1].argmin(1), 0)
-    if not padded[np.arange(len(padded)), last].any():  # no row ends on one
+    responses, last = view.numpy("responses"), np.maximum(stats[RESPONSE_END.name] - 1, 0)
+    if not (responses[np.arange(len(last)), last] == pad).any():  # no row ends on one
         return
+    block, padded = Block(view, slice(None)), responses == pad
+    behind = ~block.response_attention
     tail = np.logical_and.accumulate((padded | behind)[:, ::-1], axis=1)[:, ::-1]
     bad = tail & padded & block.response_attention
     if stops is None or pad in stops:
@@ -169,13 +185,19 @@ def pad_ids_untrained(view: BatchView, stats: Mapping[str, Any], ctx: Context) -
         )
 
 
-@probe("DPA212", stages=("rollout", "update_actor"), needs=("response_mask", *ATTENDED))
+@probe(
+    "DPA212",
+    stages=("rollout", "update_actor"),
+    needs=("response_mask", *ATTENDED),
+    stats=(TRAINED_TOKENS,),
+)
 def something_to_train(
     view: BatchView, stats: Mapping[str, Any], ctx: Context
 ) -> Iterable[Finding]:
     """The batch has trained tokens, and so has every row where rows are their own micro-batch."""
-    mask = view.numpy("response_mask") != 0
-    if not mask.any():
+    tokens = stats[TRAINED_TOKENS.name]
+    total = int(tokens.sum())
+    if not total:
         attended = Block(view, slice(None)).response_attention
         if ctx.stage == "rollout" and not attended.any():
             ctx.skip("no response has a token")
@@ -192,23 +214,23 @@ def something_to_train(
         )
     elif ctx.stage == "rollout":
         return
-    elif mask.sum() == 1 < Block(view, slice(None)).response_attention.sum():
+    elif total == 1 < Block(view, slice(None)).response_attention.sum():
         yield ctx.fail(
             "response_mask",
             stage="advantage",
-            cells=mask,
+            cells=view.numpy("response_mask") != 0,
             expected="more than one trained token in the batch",
             actual="one",
             causes=("empty_mask",),
             hint="a variance over one token is 0/0: whitening fails",
         )
-    elif ctx.settings.micro_batch_size == 1 and not mask.any(1).all():
-        empty = ~mask.any(1)
+    elif ctx.settings.micro_batch_size == 1 and not tokens.all():
+        empty = tokens == 0
         yield ctx.fail(
             "response_mask",
             severity="warn",
             rows=np.flatnonzero(empty),
-            cells=np.broadcast_to(empty[:, None], mask.shape),
+            cells=np.broadcast_to(empty[:, None], view.numpy("response_mask").shape),
             expected="a trained token in every micro-batch (micro_batch_size = 1)",
             actual=f"none in {int(empty.sum())} rows",
             causes=("empty_mask",),

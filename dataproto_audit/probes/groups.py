@@ -60,7 +60,10 @@ def group_prompt(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Ite
     codes, uids = group_codes(view, ctx)
     first = np.empty(len(uids), np.int64)
     first[codes[::-1]] = np.arange(len(codes))[::-1]
-    bad = prompts != prompts[first[codes]]
+    told_apart = view.row_hashes("prompts")
+    bad = np.zeros((view.rows, prompts.shape[1]), bool)
+    if (told_apart != told_apart[first[codes]]).any():
+        bad = prompts != prompts[first[codes]]
     own = view.arrays.get("prompt_ids")
     if own is not None and "prompt_ids" not in ctx.broken and not bad.any():
         listed = own.tolist()

@@ -12,18 +12,27 @@ from typing import Any
 
 import numpy as np
 
+from dataproto_audit import fast
 from dataproto_audit.batch import BatchView, Block
 from dataproto_audit.findings import Finding
+from dataproto_audit.narrow import row_sum
 from dataproto_audit.probes.context import Context
 from dataproto_audit.probes.masks import AT, readable
 from dataproto_audit.probes.registry import probe
-from dataproto_audit.probes.scan import ATTENDED, any_of, some
+from dataproto_audit.probes.scan import ATTENDED, Stat, any_of, some
 
 
 def _ids_bad(block: Block) -> Any:
     prompt = block.view.prompt or 0
     ids = block["input_ids"]
     return (ids[:, :prompt] != block["prompts"]), (ids[:, prompt:] != block["responses"])
+
+
+def _ids_differ(block: Block) -> bool:
+    ids = block["input_ids"]
+    if (compiled := fast.loops(ids.size)) is not None:
+        return bool(compiled.ids_differ(ids, block["prompts"], block["responses"]))
+    return any(map(some, _ids_bad(block)))
 
 
 @probe(
@@ -34,7 +43,7 @@ def _ids_bad(block: Block) -> Any:
         any_of(
             "ids_layout",
             ("input_ids", "prompts", "responses"),
-            lambda block: any(map(some, _ids_bad(block))),
+            _ids_differ,
         ),
     ),
 )
@@ -78,6 +87,22 @@ def _position_bad(block: Block) -> Any:
     return (positions != _positions(block.attended)) & block.attended
 
 
+def _positions_wrong(block: Block) -> bool:
+    """Whether any attended position is wrong. In an unbroken row they count from 0."""
+    positions, on = block["position_ids"], block.attended
+    if positions.ndim != 2 or not on.shape[1]:
+        return False
+    if (compiled := fast.loops(positions.size)) is not None:
+        return bool(compiled.positions_wrong(positions, on))
+    begins = on.copy()
+    begins[:, 1:] &= ~on[:, :-1]
+    if int(row_sum(begins).max(initial=0)) > 1:
+        return some(_position_bad(block))
+    goes_on = on[:, 1:] & on[:, :-1]
+    steps = positions[:, 1:] - positions[:, :-1]
+    return some(positions[begins]) or some((steps != 1) & goes_on)
+
+
 @probe(
     "DPA204",
     stages=AT,
@@ -86,7 +111,7 @@ def _position_bad(block: Block) -> Any:
         any_of(
             "positions",
             ("position_ids", *ATTENDED),
-            lambda block: some(_position_bad(block)),
+            _positions_wrong,
         ),
     ),
 )
@@ -156,11 +181,31 @@ def _pad_bad(block: Block, pad: int) -> Any:
     return (block["input_ids"] != pad) & ~block.attended
 
 
-@probe("DPA207", stages=AT, needs=("input_ids", *ATTENDED, "settings.pad_id"))
+def _unattended_range(block: Block) -> tuple[int, int] | None:
+    """Smallest and largest id off the attention mask; None without any."""
+    ids = block["input_ids"]
+    if (compiled := fast.loops(ids.size)) is not None:
+        limits = np.iinfo(ids.dtype)
+        low, high = compiled.range_where(ids, ~block.attended, (limits.max, limits.min))
+        least, most = int(low.min()), int(high.max())
+        return None if least > most else (least, most)
+    ids = ids[~block.attended]
+    return (int(ids.min()), int(ids.max())) if ids.size else None
+
+
+UNATTENDED = Stat("unattended_ids", ("input_ids", *ATTENDED), _unattended_range, list)
+
+
+@probe(
+    "DPA207",
+    stages=AT,
+    needs=("input_ids", *ATTENDED, "settings.pad_id"),
+    stats=(UNATTENDED,),
+)
 def pad_ids(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
     """input_ids [B,T] hold the pad id wherever the attention mask is 0."""
     pad = int(ctx.settings.pad_id or 0)
-    if any(some(_pad_bad(block, pad)) for block in view.blocks()):
+    if any(found not in (None, (pad, pad)) for found in stats[UNATTENDED.name]):
         bad = _pad_bad(Block(view, slice(None)), pad)
         yield ctx.fail(
             "input_ids",

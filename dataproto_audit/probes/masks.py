@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from dataproto_audit import fast
 from dataproto_audit.batch import BatchView, Block
 from dataproto_audit.findings import Finding
 from dataproto_audit.probes.context import Context, filling_rows
@@ -42,6 +43,8 @@ def _binary(name: str) -> Any:
     def compute(block: Block) -> bool:
         mask = block[name] if name in block.view else block.attention
         if mask.dtype.kind in "iu":
+            if (compiled := fast.loops(mask.size)) is not None:
+                return bool(compiled.beyond_bits(mask, mask.dtype.type(1)))
             return some(mask & ~mask.dtype.type(1))
         return some(_not_binary(mask))
 
@@ -72,6 +75,8 @@ def mask_values(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iter
 def _changes_direction(block: Block) -> bool:
     """True when attention falls inside a prompt or rises inside a response."""
     on, prompt = block.attended, block.view.prompt or 0
+    if (compiled := fast.loops(on.size)) is not None:
+        return bool(compiled.changes_direction(on.view(np.uint8), prompt))
     falls = on[:, : max(prompt - 1, 0)] & ~on[:, 1:prompt]
     rises = ~on[:, prompt:-1] & on[:, prompt + 1 :]
     return some(falls) or some(rises)

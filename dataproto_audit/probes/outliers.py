@@ -19,7 +19,7 @@ from dataproto_audit.narrow import row_max
 from dataproto_audit.probes.context import Context, row_numbers
 from dataproto_audit.probes.logprobs import incomparable, noise_of
 from dataproto_audit.probes.registry import probe
-from dataproto_audit.probes.scan import per_row
+from dataproto_audit.probes.scan import TRAINED_TOKENS, masked_gap, per_row
 
 ROW_FACTOR = 20.0
 LEAST = 0.1
@@ -34,6 +34,8 @@ FEW = 3
 REF_GAP = "audit/ref_gap_max"
 """Largest gap between old and reference log-probs of a step."""
 BOTH = ("old_log_probs", "rollout_log_probs", "response_mask")
+GAP = masked_gap(*BOTH[:2])
+TO_REFERENCE = masked_gap("old_log_probs", "ref_log_prob")
 
 
 def _gap(view: BatchView, left: str, right: str) -> NDArray[np.float64]:
@@ -45,19 +47,16 @@ def _gap(view: BatchView, left: str, right: str) -> NDArray[np.float64]:
     return gap
 
 
-def _standing_out(gap: NDArray[np.float64]) -> tuple[Any, float]:
-    """Cells ``[B,R]`` of rows that stand out, and the largest gap of the other rows."""
-    of_row = gap.max(1, initial=0.0)
+def _standing_out(of_row: NDArray[np.float64]) -> tuple[Any, float]:
+    """Rows that stand out by their largest gap ``[B]``, and the largest gap of the others."""
     trained = of_row[of_row > 0]
     if len(trained) < FEW:
-        return np.zeros(gap.shape, bool), 0.0
-    usual = float(np.median(trained))
-    out = of_row > max(ROW_FACTOR * usual, LEAST)
-    rest = float(of_row[~out].max(initial=0.0))
-    return out[:, None] & (gap > CELL_FACTOR * rest), rest
+        return np.zeros(len(of_row), bool), 0.0
+    out = of_row > max(ROW_FACTOR * float(np.median(trained)), LEAST)
+    return out, float(of_row[~out].max(initial=0.0))
 
 
-@probe("DPA310", stages=("old_log_prob",), needs=BOTH, applies=incomparable)
+@probe("DPA310", stages=("old_log_prob",), needs=BOTH, stats=(GAP,), applies=incomparable)
 def rows_alike(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
     """No row's log-probs [B,R] disagree far more than those of most rows.
 
@@ -68,15 +67,19 @@ def rows_alike(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Itera
     versions = row_numbers(view, "weight_version")
     if versions is not None and len(np.unique(versions)) > 1:
         ctx.skip("rows of several weight versions")
-    gap = _gap(view, "old_log_probs", "rollout_log_probs")
-    bad, rest = _standing_out(gap)
-    if not bad.any() and gap.max(initial=0.0) > SEEN:
+    largest = stats[GAP.name].largest
+    out, rest = _standing_out(stats[GAP.name].row_max)
+    if largest <= SEEN:
+        return
+    gap = _gap(view, *BOTH[:2])
+    bad = out[:, None] & (gap > CELL_FACTOR * rest)
+    if not bad.any():
         yield ctx.fail(
             "old_log_probs",
             severity="info",
             cells=gap > SEEN,
             expected=f"within {SEEN:g} nats, the most that half precision showed on small models",
-            actual=f"up to {gap.max():.4g} on {int((gap > SEEN).sum())} tokens",
+            actual=f"up to {largest:.4g} on {int((gap > SEEN).sum())} tokens",
             causes=("precision", "stale_rollout_weights", "sampling_filter", "row_outlier"),
             hint="tell precision and staleness, or pass model= to recompute",
         )
@@ -93,7 +96,13 @@ def rows_alike(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Itera
         )
 
 
-@probe("DPA311", stages=("old_log_prob",), needs=(*BOTH, "weight_version"), applies=incomparable)
+@probe(
+    "DPA311",
+    stages=("old_log_prob",),
+    needs=(*BOTH, "weight_version"),
+    stats=(GAP,),
+    applies=incomparable,
+)
 def one_weight_version(
     view: BatchView, stats: Mapping[str, Any], ctx: Context
 ) -> Iterable[Finding]:
@@ -106,7 +115,7 @@ def one_weight_version(
     versions = row_numbers(view, "weight_version")
     if versions is None:
         ctx.unknown("weight_version does not hold one number a row")
-    gap = _gap(view, *BOTH[:2]).max(1, initial=0.0)
+    gap = stats[GAP.name].row_max
     newest = versions == versions.max()
     older, usual = gap[~newest], float(gap[newest].max(initial=0.0))
     if len(older) and older.max() > max(ROW_FACTOR * usual, LEAST):
@@ -134,12 +143,13 @@ def one_weight_version(
     "DPA312",
     stages=("old_log_prob",),
     needs=(*BOTH, "settings.exact_log_probs"),
+    stats=(GAP,),
     applies=lambda ctx: "" if ctx.settings.exact_log_probs is not False else "not promised",
 )
 def exactly_equal(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
     """Where engine and trainer promise bit-equal log-probs [B,R], they are."""
-    bad = _gap(view, *BOTH[:2]) != 0
-    if bad.any():
+    if stats[GAP.name].largest:
+        bad = _gap(view, *BOTH[:2]) != 0
         yield ctx.fail(
             "old_log_probs",
             cells=bad,
@@ -153,6 +163,7 @@ def exactly_equal(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> It
     "DPA305",
     stages=("ref_log_prob",),
     needs=("old_log_probs", "ref_log_prob", "response_mask"),
+    stats=(TO_REFERENCE, TRAINED_TOKENS),
     applies=lambda ctx: (
         "old_ref_first says more" if ctx.settings.ref_from_actor and ctx.step == 1 else ""
     ),
@@ -164,14 +175,14 @@ def ref_equal_elsewhere(
 
     Equality on whole rows means equal weights, and equal weights score every row alike.
     """
-    gap = _gap(view, "old_log_probs", "ref_log_prob")
-    ctx.measure(REF_GAP, float(gap.max(initial=0.0)))
-    trained = (view.numpy("response_mask") != 0).any(1)
-    equal = (gap == 0).all(1) & trained
+    largest, trained = stats[TO_REFERENCE.name].largest, stats[TRAINED_TOKENS.name] > 0
+    ctx.measure(REF_GAP, largest)
+    equal = (stats[TO_REFERENCE.name].row_max == 0) & trained
     if 2 * equal.sum() < trained.sum() or equal.sum() < FEW:
         ctx.skip("the policy has moved away from the reference")
-    bad = gap > LEAST
-    if bad.any():
+    if largest > LEAST:
+        gap = _gap(view, "old_log_probs", "ref_log_prob")
+        bad = gap > LEAST
         signed = np.subtract(view.numpy("ref_log_prob"), view.numpy("old_log_probs"))[bad]
         both = bool((signed > 0).any() and (signed < 0).any())
         row, column = np.argwhere(bad)[0]

@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from dataproto_audit.batch import BatchView
+from dataproto_audit.batch import BatchView, Block
 from dataproto_audit.findings import Finding
+from dataproto_audit.narrow import row_sum
 from dataproto_audit.probes.context import Context, group_codes
 from dataproto_audit.probes.registry import probe
 from dataproto_audit.probes.rewards import SCORE_SUM
+from dataproto_audit.probes.scan import per_row, some
 
 VISIBLE = 1e-5
 """Share of a row's largest return and value below which a return may be lost in rounding."""
@@ -76,7 +78,21 @@ def advantages_alive(view: BatchView, stats: Mapping[str, Any], ctx: Context) ->
         )
 
 
-@probe("DPA416", stages=("advantage",), needs=("returns", "response_mask"))
+def _has_gap(block: Block) -> Any:
+    """Rows whose mask begins more than once, ``[block]``."""
+    mask = block.mask
+    begins = mask[:, 1:] & ~mask[:, :-1]
+    if not some(begins):
+        return np.zeros(len(mask), bool)
+    return row_sum(begins) + mask[:, 0] > 1
+
+
+@probe(
+    "DPA416",
+    stages=("advantage",),
+    needs=("returns", "response_mask"),
+    stats=(per_row("mask_gap", ("response_mask",), _has_gap),),
+)
 def returns_cross_gaps(
     view: BatchView, stats: Mapping[str, Any], ctx: Context
 ) -> Iterable[Finding]:
@@ -87,12 +103,10 @@ def returns_cross_gaps(
     to vanish in rounding, say nothing; neither do rows where a reward in front of the gap may
     cancel it.
     """
-    mask, returns = view.numpy("response_mask") != 0, view.numpy("returns")
-    span = mask.shape[1] - mask[:, ::-1].argmax(1) - mask.argmax(1)  # first to last trained token
-    gaps = np.flatnonzero((span > mask.sum(1)) & mask.any(1))
+    gaps = np.flatnonzero(stats["mask_gap"])
     if not len(gaps):
         ctx.skip("no gap in the mask")
-    mask, returns = mask[gaps], returns[gaps]
+    mask, returns = view.numpy("response_mask")[gaps] != 0, view.numpy("returns")[gaps]
     terms = np.abs(returns)
     if "values" in view.tensors and "values" not in ctx.broken:
         terms = terms + np.abs(view.numpy("values")[gaps])

@@ -147,7 +147,7 @@ CASES = [
     _at_rollout("stop_token", "DPA206", stop_overwritten, "silent_truncation",
                 "another id before the limit"),
     _at_rollout("stop_token", "DPA206", wrong_reason, "wrong_stop_token", "they disagree"),
-    _at_rollout("stop_token", "DPA206", stop_called_length, "wrong_stop_token", "stop ids: [2]"),
+    _at_rollout("stop_token", "DPA206", stop_called_length, "wrong_stop_token", "stop ids: 2"),
     _at_rollout("pad_ids", "DPA207", id_on_left_padding, "stale_buffer", "pad id 0 off"),
     _at_rollout("pad_ids", "DPA207", id_on_right_padding, "stale_buffer", "1 other ids"),
     _at_rollout("mask_complete", "DPA208", mask_hole, "mask_hole", "0 on 1 sampled tokens"),
