@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dataproto_audit.codes import UsageError
 from dataproto_audit.fingerprint import Hashes, row_hash
+from dataproto_audit.policy import refuse_hidden
 from dataproto_audit.storage import (
     dense,
     is_plain_jagged,
@@ -157,13 +158,19 @@ class BatchView:
         """A view in which fields bear our names: ours -> (name in the batch, shift of columns).
 
         Column ``t`` of the batch's field becomes column ``t + shift``; what has no source is 0.
+        A source that the batch lacks is passed over. Raises :class:`UsageError` where a field
+        would be read under two names, or written over another one.
         """
         tensors, arrays = dict(self.tensors), dict(self.arrays)
+        refuse_hidden(aliases, self.names)
+        for theirs, _ in aliases.values():
+            tensors.pop(theirs, None)
+            arrays.pop(theirs, None)
         for ours, (theirs, shift) in aliases.items():
-            if theirs in arrays:
-                arrays[ours] = arrays.pop(theirs)
-            elif theirs in tensors:
-                tensors[ours] = shifted(tensors.pop(theirs), shift)
+            if theirs in self.arrays:
+                arrays[ours] = self.arrays[theirs]
+            elif theirs in self.tensors:
+                tensors[ours] = shifted(self.tensors[theirs], shift)
         return BatchView(tensors, arrays, self.meta, untracked=(*self.untracked, *aliases))
 
     def __contains__(self, name: str) -> bool:

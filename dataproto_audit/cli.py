@@ -59,7 +59,12 @@ def main() -> None:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(_plain(text), file=sys.stderr, flush=True)
+
+
+def _plain(text: str) -> str:
+    """``text`` without what names of files and fields could write to a terminal."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in text)
 
 
 def _print_json(value: Any) -> None:
@@ -87,11 +92,10 @@ def train(
 ) -> None:
     """Run the audited loop: GRPO with every stage boundary checked and written down."""
     from dataproto_audit.trainer.config import load_config
-    from dataproto_audit.trainer.validate import validate
 
     listed = [*(overrides or ()), *(["trainer.overwrite=true"] if overwrite else [])]
     loaded = load_config(config, listed)
-    validate(loaded)
+    callbacks = _injected(loaded.audit.inject, last_step=loaded.trainer.total_training_steps)
     if dry_run:
         from dataproto_audit.trainer.run import plan
 
@@ -103,7 +107,6 @@ def train(
 
             print_plan(planned)
         return
-    callbacks = _injected(loaded.audit.inject)
     with redirect_stdout(sys.stderr):  # libraries print; stdout belongs to the JSON document
         from dataproto_audit.trainer.run import run
 
@@ -119,7 +122,7 @@ def train(
         raise typer.Exit(1)
 
 
-def _injected(text: str | None) -> Any:
+def _injected(text: str | None, *, last_step: int | None = None) -> Any:
     """Callbacks that make the asked-for fault at its step; the loop does not know about it."""
     from dataproto_audit.trainer.callbacks import Callbacks
 
@@ -129,6 +132,12 @@ def _injected(text: str | None) -> Any:
     from dataproto_audit.testing.faults import parse_injection
 
     fault, at = parse_injection(text)
+    if last_step is not None and at > last_step:
+        raise UsageError(
+            "DPA851",
+            f"audit.inject={text}: the run ends after step {last_step}, so nothing would happen.",
+            f"Name a step from 1 to {last_step}.",
+        )
     if fault.where == "after_stage":
         callbacks.after_stage.append(
             lambda step, stage, batch: (
@@ -190,7 +199,7 @@ def check(
         if as_json:
             _print_json(checked.to_dict())
         else:
-            print(f"{checked.label}\n{checked.report}\n")
+            print(_plain(f"{checked.label}\n{checked.report}\n"))
     if wrong:
         raise typer.Exit(1)
 
@@ -296,6 +305,34 @@ def report(
 
         Console().print(render_report(opened))
     if not opened.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(
+    overrides: Annotated[list[str] | None, typer.Argument(help="a.b=c, with --config.")] = None,
+    config: Annotated[
+        str | None, typer.Option(help="verl's YAML, or a configuration of train.")
+    ] = None,
+    verl: Annotated[
+        str | None, typer.Option(help="The verl version that is to run it; default: as installed.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what is installed and can be checked, or what a configuration would run into."""
+    from dataproto_audit.doctor import report as said
+
+    if config is None and (overrides or verl):
+        raise UsageError("DPA851", "overrides and --verl need --config.", "Name a configuration.")
+    if config is None:
+        answer, text = said.examine_environment(), said.environment_text
+    else:
+        answer, text = said.examine(config, overrides or (), verl=verl), said.config_text
+    if as_json:
+        _print_json(answer)
+    else:
+        print(text(answer))
+    if not answer["ok"]:
         raise typer.Exit(1)
 
 

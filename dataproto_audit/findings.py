@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import field as dc_field
@@ -25,6 +26,8 @@ When = Literal["before", "after"]
 
 SEVERITIES: tuple[Severity, ...] = ("fail", "warn", "info")
 OUTCOME_KINDS: tuple[OutcomeKind, ...] = ("passed", "failed", "not_checkable", "not_applicable")
+MAX_REASONS = 5
+"""Reasons for what was not checkable that the text of a report tells, most frequent first."""
 MAX_LISTED = 8
 """Rows, and columns of a row, that the text of a finding lists; the object holds all of them."""
 
@@ -219,9 +222,14 @@ class Report:
         return iter(self.findings)
 
     def __str__(self) -> str:
-        counts = ", ".join(f"{n} {kind}" for kind, n in self.counts().items())
-        head = f"{'ok' if self.ok else 'NOT OK'}: {counts}"
-        return "\n\n".join([head, *map(str, self.findings)])
+        counts = self.counts()
+        said = "NOT OK" if not self.ok else "ok" if counts["passed"] else "nothing checked"
+        if self.ok and self.findings:
+            said += " with " + ", ".join(f"{n} {s}" for s, n in self.severities().items() if n)
+        head = f"{said}: {', '.join(f'{n} {kind}' for kind, n in counts.items())}"
+        reasons = Counter(outcome.reason for outcome in self.not_checkable).most_common(MAX_REASONS)
+        lacking = [f"  not checkable {many:3} x  {reason}" for reason, many in reasons]
+        return "\n\n".join(["\n".join([head, *lacking]), *map(str, self.findings)])
 
 
 class AuditError(CodedError):

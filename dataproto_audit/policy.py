@@ -14,7 +14,9 @@ field holds what belongs to column ``t + shift`` of ours.
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -25,6 +27,10 @@ from dataproto_audit.codes import CODES, UsageError
 from dataproto_audit.findings import Finding, Outcome, Report, Severity
 
 KEYS = ("select", "ignore", "severities", "tolerances", "aliases")
+READABLE = "Give a file that can be read and parsed; docs/checking.md shows one."
+LISTING = "`dataproto-audit codes` lists them."
+FAMILY = re.compile(r"DPA\d{1,3}")
+"""Codes, and beginnings that mean a family; less than that would be everything."""
 TOLERANCES = ("log_prob_token", "log_prob_mean")
 
 
@@ -76,6 +82,27 @@ class Policy:
         return finding if severity is None else replace(finding, severity=severity)
 
 
+def refuse_hidden(aliases: Mapping[str, tuple[str, int]], names: Iterable[str]) -> None:
+    """Raise :class:`UsageError` where these aliases would hide one of the fields ``names``.
+
+    That is where two read one field, or where one is written over a field that stays.
+    """
+    known, sources = set(names), [theirs for theirs, _ in aliases.values()]
+    for ours, (theirs, _) in aliases.items():
+        if theirs in known and sources.count(theirs) > 1:
+            raise UsageError(
+                "DPA851",
+                f"several aliases name the field {theirs}.",
+                "Give each field a source of its own.",
+            )
+        if theirs in known and ours in known and ours not in sources:
+            raise UsageError(
+                "DPA851",
+                f"aliases.{ours} names {theirs}, but the batch holds both.",
+                "An alias may not hide a field: leave it out, or rename the other one.",
+            )
+
+
 def load_policy(path: str | os.PathLike[str] | None = None) -> Policy:
     """The policy of a TOML or YAML file; without one that of ``pyproject.toml`` here, if any.
 
@@ -93,10 +120,18 @@ def load_policy(path: str | os.PathLike[str] | None = None) -> Policy:
 def _toml(path: Path) -> Mapping[str, Any]:
     try:
         whole = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError("DPA851", f"{path}: cannot be read ({error}).") from error
-    own = whole.get("tool", {}).get("dataproto_audit", {})
+    except (OSError, ValueError, RecursionError) as error:  # TOML and UTF-8 errors are ValueErrors
+        raise _unreadable(path, error) from error
+    tool = whole.get("tool", {})
+    if not isinstance(tool, Mapping):
+        raise UsageError("DPA851", f"{path}: tool is not a table.", "See docs/checking.md.")
+    own = tool.get("dataproto_audit", {})
     return own if isinstance(own, Mapping) else {"tool.dataproto_audit": own}
+
+
+def _unreadable(path: Path, error: Exception) -> UsageError:
+    told = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+    return UsageError("DPA851", f"{path}: cannot be read ({' '.join(told.split())}).", READABLE)
 
 
 def read_yaml(path: Path, *, keys: Iterable[str]) -> Mapping[str, Any]:
@@ -104,9 +139,10 @@ def read_yaml(path: Path, *, keys: Iterable[str]) -> Mapping[str, Any]:
     import yaml
 
     try:
-        own = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError("DPA851", f"{path}: cannot be read ({error}).") from error
+        own = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise _unreadable(path, error) from error
+    own = {} if own is None else own
     if not isinstance(own, Mapping):
         raise UsageError("DPA851", f"{path}: not a mapping.", f"Known keys: {', '.join(keys)}.")
     return own
@@ -122,31 +158,45 @@ def _policy(own: Mapping[str, Any], where: str) -> Policy:
     severities = _mapping(own, "severities", where)
     for code, severity in severities.items():
         if code not in CODES:
-            raise UsageError("DPA851", f"{where}: severities names {code}, which is no code.")
+            raise UsageError(
+                "DPA851", f"{where}: severities names {code}, which is no code.", LISTING
+            )
         if severity not in get_args(Severity):
             listed = ", ".join(get_args(Severity))
             raise UsageError("DPA851", f"{where}: severity {severity!r}.", f"Choose from {listed}.")
     tolerances = _mapping(own, "tolerances", where)
     for name, value in tolerances.items():
-        if name not in TOLERANCES or isinstance(value, bool) or not isinstance(value, (int, float)):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if name not in TOLERANCES or not number or not 0 <= value < math.inf:
             listed = ", ".join(TOLERANCES)
             raise UsageError(
-                "DPA851", f"{where}: tolerances.{name} = {value!r}.", f"Numbers for {listed}."
-            )
+                "DPA851", f"{where}: tolerances.{name} = {value!r}.",
+                f"Numbers of nats, finite and not negative, for {listed}.",
+            )  # fmt: skip
     aliases = {
         name: _alias(name, value, where) for name, value in _mapping(own, "aliases", where).items()
     }
+    sources: dict[str, str] = {}
+    for name, alias in aliases.items():
+        if sources.setdefault(alias.name, name) != name:
+            raise UsageError(
+                "DPA851", f"{where}: aliases.{sources[alias.name]} and aliases.{name} both name "
+                f"{alias.name}.", "Give each field a source of its own.",
+            )  # fmt: skip
     return Policy(**lists, severities=severities, tolerances=tolerances, aliases=aliases)
 
 
 def _codes(listed: Any, key: str, where: str) -> tuple[str, ...]:
-    if isinstance(listed, str) or not all(isinstance(code, str) for code in listed):
-        raise UsageError("DPA851", f"{where}: {key} is not a list of codes.")
+    lists = isinstance(listed, (list, tuple))
+    if not lists or not all(isinstance(code, str) for code in listed):
+        raise UsageError(
+            "DPA851", f"{where}: {key} is not a list of codes.", f'Write {key} = ["DPA301"].'
+        )
     for code in listed:
-        if not any(known.startswith(code) for known in CODES):
+        if not FAMILY.fullmatch(code) or not any(known.startswith(code) for known in CODES):
             raise UsageError(
-                "DPA851", f"{where}: {key} names {code}, which is no code and no family.",
-                "dataproto-audit codes lists them.",
+                "DPA851", f"{where}: {key} names {code!r}, which is no code and no family.",
+                f"{LISTING} A family is DPA and its first digits, such as DPA7.",
             )  # fmt: skip
     return tuple(listed)
 
@@ -154,11 +204,17 @@ def _codes(listed: Any, key: str, where: str) -> tuple[str, ...]:
 def _mapping(own: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
     value = own.get(key, {})
     if not isinstance(value, Mapping):
-        raise UsageError("DPA851", f"{where}: {key} is not a mapping.")
+        raise UsageError("DPA851", f"{where}: {key} is not a mapping.", "See docs/checking.md.")
     return dict(value)
 
 
 def _alias(field: str, value: Any, where: str) -> Alias:
+    if not isinstance(field, str):
+        raise UsageError(
+            "DPA851",
+            f"{where}: aliases.{field} is no name of a field.",
+            "Put our name on the left.",
+        )
     if isinstance(value, str):
         return Alias(value)
     if isinstance(value, Mapping) and set(value) <= {"name", "shift"}:

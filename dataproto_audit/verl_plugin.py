@@ -35,21 +35,12 @@ def activate() -> bool:
         if not wanted:
             return False
         from dataproto_audit.integrations.attach import attach
-        from dataproto_audit.integrations.on_import import OnImport
 
         attach()
-        OnImport("verl.trainer.ppo.v1.trainer_base", _not_yet).install()
     except Exception as error:  # noqa: BLE001 - verl must start whatever is wrong here
         log.error("dataproto-audit is not attached: %s", error)
         return False
     return True
-
-
-def _not_yet(_: object) -> None:
-    log.warning(
-        "dataproto-audit cannot attach to verl's V1 trainer yet; trainer.use_v1=False can be "
-        "audited."
-    )
 
 
 active = activate()

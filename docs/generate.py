@@ -15,6 +15,7 @@ from omegaconf import MISSING, OmegaConf
 from dataproto_audit.codes import CAUSES, CODES
 from dataproto_audit.render.fields import fields_table
 from dataproto_audit.trainer.config import Config
+from dataproto_audit.trainer.ranges import taken
 
 NOTE = "<!-- written by docs/generate.py -->"
 
@@ -75,10 +76,25 @@ def fields_page() -> str:
 
 
 def configuration_page() -> str:
-    """Every configuration key with its type and default."""
+    """Every configuration key with its type, its default and what it takes."""
     lines = [NOTE, "# Configuration", "", "Keys follow verl's names. `dataproto-audit train CONFIG"]
     lines += ["key=value ...` overrides single ones; an unknown key is an error that names the"]
     lines += ["nearest one. `--dry-run` checks everything and starts nothing.", ""]
+    lines += ["A value that its key does not take is refused before anything starts, and what must"]
+    lines += [
+        "hold between values is checked then too: rows divide over mini-batches and ranks, and"
+    ]
+    lines += ["`rollout.max_model_len` holds a prompt and a response. Nothing of a run is replaced"]
+    lines += [
+        "unless `trainer.overwrite` (`--overwrite`) is set: `trainer.resume_mode=auto` goes on"
+    ]
+    lines += [
+        "from the newest checkpoint in `trainer.run_dir`, starts where no run is, and refuses a"
+    ]
+    lines += [
+        "run that it cannot go on with. A run that is refused leaves its folder as it was.",
+        "",
+    ]
     _section(Config, "", lines)
     return "\n".join(lines) + "\n"
 
@@ -95,10 +111,12 @@ def _section(section: Any, prefix: str, lines: list[str]) -> None:
             nested.append((kind, f"{prefix}.{field.name}" if prefix else field.name))
             continue
         shown = "required" if missing else f"`{_plain(inner)}`"
-        rows.append(f"| `{field.name}` | {str(field.type).replace('|', 'or')} | {shown} |")
+        kinds = str(field.type).replace("|", "or")
+        takes = taken(f"{prefix}.{field.name}")
+        rows.append(f"| `{field.name}` | {kinds} | {shown} | {takes} |")
     if rows:
         lines += [f"## {prefix}", "", " ".join((section.__doc__ or "").split()), ""]
-        lines += ["| key | type | default |", "| --- | --- | --- |", *rows, ""]
+        lines += ["| key | type | default | takes |", "| --- | --- | --- | --- |", *rows, ""]
     for kind, name in nested:
         _section(kind, name, lines)
 

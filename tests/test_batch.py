@@ -136,3 +136,18 @@ def test_a_bad_batch_is_a_finding_or_a_clear_error_never_our_fault(name, stage):
 def test_a_batch_without_tensors():
     view = BatchView.of(DataProto(non_tensor_batch={"uid": np.array(["a", "b"], object)}))
     assert (view.rows, view.prompt, view.response) == (2, None, None)
+
+
+def test_aliases_do_not_hide_a_field():
+    view = BatchView.of({"a": torch.ones(2, 3), "b": torch.zeros(2, 3)})
+    with pytest.raises(UsageError, match=r"aliases.a names b, but the batch holds both"):
+        view.under({"a": ("b", 0)})
+    with pytest.raises(UsageError, match="several aliases name the field a"):
+        view.under({"c": ("a", 0), "d": ("a", 1)})
+
+
+def test_aliases_may_swap_names_and_miss_their_source():
+    view = BatchView.of({"a": torch.ones(2, 3), "b": torch.zeros(2, 3), "u": ["x", "y"]})
+    turned = view.under({"a": ("b", 0), "b": ("a", 0), "uid": ("u", 0), "c": ("nowhere", 0)})
+    assert (turned.numpy("a").sum(), turned.numpy("b").sum()) == (0, 6)
+    assert set(turned.names) == {"a", "b", "uid"}

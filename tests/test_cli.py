@@ -120,6 +120,38 @@ def test_an_unknown_fault_lists_the_faults(call):
     assert all(name in done.stderr for name in FAULTS)
 
 
+@pytest.mark.parametrize(
+    ("override", "fragment"),
+    [
+        ("audit.inject=foo@3", "audit.inject=foo@3"),
+        ("audit.inject=log_prob_shift@999", "ends after step 90"),
+        ("audit.policy=/nonexistent", "/nonexistent"),
+        ("actor_rollout_ref.rollout.temperature=nan", "temperature is nan"),
+        ("trainer.resume_mode=auto", "trainer.run_dir"),
+        ("a=[", "a=["),
+    ],
+)
+def test_train_dry_run_refuses_what_the_run_would(call, override, fragment):
+    for option in (["--dry-run"], []):
+        done = call("train", "quickstart", override, *option, check=2)
+        assert "DPA851" in done.stderr
+        assert fragment in done.stderr
+        assert done.stdout == ""
+
+
+def test_train_dry_run_changes_nothing_and_sees_a_run_that_is_there(call, tmp_path):
+    folder = tmp_path / "run"
+    override = f"trainer.run_dir={folder}"
+    call("train", "quickstart", override, "--dry-run", check=0)
+    assert not folder.exists()
+    folder.mkdir()
+    (folder / "environment.json").write_text("{}")
+    done = call("train", "quickstart", override, "--dry-run", check=2)
+    assert "DPA801" in done.stderr
+    call("train", "quickstart", override, "--dry-run", "--overwrite", check=0)
+    assert [path.name for path in folder.iterdir()] == ["environment.json"]
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_each_fault_becomes_a_callback_that_acts_at_its_step_only(name):
     config = load_config("quickstart", [f"audit.inject={name}@3"])
@@ -190,6 +222,21 @@ def test_check_prints_one_json_document_a_batch(call, saved):
     }  # fmt: skip
     assert set(answers[0]["outcomes"]) == {"passed", "failed", "not_checkable", "not_applicable"}
     assert set(answers[0]["not_checkable"][0]) == {"check", "reason"}
+
+
+def test_check_prints_no_control_characters_of_a_name(call, saved, tmp_path):
+    good = saved("go\x1b[31mod.pkl")
+    assert "go?[31mod.pkl\n" in call("check", good, check=0).stdout
+    (tmp_path / "b\x1bad.pkl").write_bytes(b"junk")
+    assert "b?ad.pkl" in call("check", str(tmp_path / "b\x1bad.pkl"), check=2).stderr
+
+
+def test_check_answers_for_the_sound_files_of_a_folder(call, saved, tmp_path):
+    good = saved("good.pkl")
+    (tmp_path / "late.pkl").write_bytes(b"junk")
+    done = call("check", str(tmp_path), "--json", check=2)
+    assert json.loads(done.stdout)["path"] == good
+    assert "late.pkl" in done.stderr
 
 
 def test_check_may_fail_on_warnings(call, saved, tmp_path):

@@ -110,7 +110,7 @@ def test_toml_and_yaml_say_the_same(tmp_path, monkeypatch):
     [
         ("ignored: [DPA1]", "DPA850 .*unknown key ignored.*Known keys: select, ignore"),
         ("ignore: DPA1", "ignore is not a list of codes"),
-        ("ignore: [DPA1999]", "DPA1999, which is no code and no family"),
+        ("ignore: [DPA1999]", "'DPA1999', which is no code and no family"),
         ("severities: {DPA101: bad}", "severity 'bad'.*Choose from fail, warn, info"),
         ("severities: {DPA1: warn}", "DPA1, which is no code"),
         ("tolerances: {log_prob: 1}", "tolerances.log_prob = 1.*log_prob_token, log_prob_mean"),
@@ -119,6 +119,20 @@ def test_toml_and_yaml_say_the_same(tmp_path, monkeypatch):
         ("aliases: [values]", "aliases is not a mapping"),
         ("- DPA1", "not a mapping"),
         ("a: [", "cannot be read"),
+        ("[" * 3000, "cannot be read .*nested too deeply"),
+        ("a: 2024-13-45", "cannot be read"),
+        ("0", "not a mapping"),
+        ("ignore: null", "ignore is not a list of codes"),
+        ("ignore: 5", "ignore is not a list of codes"),
+        ("select: true", "select is not a list of codes"),
+        ("ignore: ['']", "ignore names '', which is no code and no family"),
+        ("ignore: [D]", "ignore names 'D', which is no code.*A family is"),
+        ("select: [DPA]", "select names 'DPA'"),
+        ("tolerances: {log_prob_mean: .nan}", "log_prob_mean = nan.*finite and not negative"),
+        ("tolerances: {log_prob_token: .inf}", "log_prob_token = inf"),
+        ("tolerances: {log_prob_token: -1}", "log_prob_token = -1"),
+        ("aliases: {5: old_log_probs}", "aliases.5 is no name of a field"),
+        ("aliases: {values: v, returns: v}", "aliases.values and aliases.returns both name v"),
     ],
 )
 def test_a_mistake_names_the_file_and_the_place(tmp_path, text, says):
@@ -130,3 +144,21 @@ def test_a_mistake_names_the_file_and_the_place(tmp_path, text, says):
 def test_a_missing_file_is_a_clear_error(tmp_path):
     with pytest.raises(UsageError, match=r"nowhere.toml: cannot be read"):
         load_policy(tmp_path / "nowhere.toml")
+
+
+@pytest.mark.parametrize("text", ["tool = 'x'", "a = " + "[" * 3000, "a = 1979-13-45"])
+def test_a_toml_file_of_other_things_is_a_clear_error(tmp_path, text):
+    with pytest.raises(UsageError, match=r"DPA851 .*policy.toml") as raised:
+        load_policy(written(tmp_path, text, "policy.toml"))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_shift_under_our_own_name_counts_once():
+    batch = cook("T", [])
+    theirs = batch["batch"]["old_log_probs"]
+    moved = theirs.copy()
+    moved[:, 1:], moved[:, :1] = theirs[:, :-1], 0
+    batch["batch"]["old_log_probs"] = moved
+    own = Policy(aliases={"old_log_probs": Alias("old_log_probs", -1)})
+    told = [f for f in check(batch, policy=own) if f.severity != "info"]
+    assert {tuple(f.columns.items()) for f in told} == {((3, (4,)),)}, "that cell had no source"

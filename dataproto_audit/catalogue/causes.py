@@ -64,6 +64,7 @@ CAUSES: dict[str, str] = {
     "unbalanced_ranks": "one rank has many more tokens than another",
     "unequal_micro_batches": "ranks run different numbers of micro-batches: a hang is coming",
     "token_limit_exceeded": "a micro-batch holds more tokens than its limit",
+    "packed_rows_leak": "rows that were packed into one sequence attend to each other",
     "lost_micro_batch": "rows are missing from, or repeated in, the micro-batches",
     "returns_reset_at_gap": "the running return was reset where the mask is 0",
     "wrong_attention_mask": "the forward pass ran with another attention mask than the batch has",

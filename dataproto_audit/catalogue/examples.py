@@ -70,6 +70,7 @@ EXAMPLES: dict[str, str] = {
     "DPA417": "score 1, old -0.5, ref -0.9, and reward 1.004: the distance is rewarded",
     "DPA418": "old -0.5, rollout -0.9, and weight 0.67 = exp(-0.4)",
     "DPA419": "scorable 1 0 1, and the second row has the advantage -1.1",
+    "DPA420": "advantages 0.7 nan on a mask of 1 1",
     "DPA501": "first mini-batch: new log-prob -0.5, old -0.51, ratio 1.01",
     "DPA502": "two micro-batches of 4 and 9 tokens, averaged with equal weight",
     "DPA503": "24 tokens in the denominator, 20 in the mask",
@@ -91,5 +92,6 @@ EXAMPLES: dict[str, str] = {
     "DPA703": "row 7 is in two micro-batches, row 8 in none",
     "DPA704": "rows of 6 + 6 tokens in a micro-batch of at most 10",
     "DPA705": "rank 0 runs 3 micro-batches, rank 1 runs 4: the fourth waits for ever",
+    "DPA706": "rows of 5 and 7 tokens packed with positions 0..11 instead of 0..4, 0..6",
 }
 """Code -> one line."""

@@ -47,7 +47,7 @@ ENTRIES: tuple[Entry, ...] = (
      "Install the named extra."),
     ("DPA859", "no trainer that can be attached to",
      "The object lacks the calls that are the stages of a training step.", (),
-     "Pass verl's RayPPOTrainer; in verl 0.9 set trainer.use_v1=False."),
+     "Pass verl's RayPPOTrainer or, in verl 0.9, its PPOTrainer."),
     ("DPA860", "the reward function raised",
      "The user's reward function raised an exception.", (), "Mend it; the row is named."),
     ("DPA861", "the reward function returned something unusable",

@@ -80,4 +80,7 @@ ENTRIES: tuple[Entry, ...] = (
     ("DPA705", "ranks run different numbers of micro-batches",
      "Collectives inside a micro-batch then wait for a peer that never comes.",
      ("unequal_micro_batches",), "Agree on the maximum count over ranks."),
+    ("DPA706", "packed rows see each other",
+     "Rows without padding run as one sequence; positions that begin anew keep them apart.",
+     ("packed_rows_leak",), "Restart position ids with each row and pass no mask of ones."),
 )  # fmt: skip

@@ -22,6 +22,7 @@ from dataproto_audit.auditor import Auditor
 from dataproto_audit.batch import BatchView
 from dataproto_audit.checker.config import settings_from
 from dataproto_audit.checker.metrics import as_metrics
+from dataproto_audit.checker.names import check_aliases, nothing_known, without_source
 from dataproto_audit.checker.reached import producer, seen_at, stages_reached
 from dataproto_audit.codes import UsageError
 from dataproto_audit.contracts.check import Violation, undeclared
@@ -30,7 +31,7 @@ from dataproto_audit.contracts.stages import PROMPT_SIDE, STAGES
 from dataproto_audit.findings import SEVERITIES, Finding, Outcome, Report
 from dataproto_audit.policy import Policy
 from dataproto_audit.probes import Settings
-from dataproto_audit.probes.recompute import model_of
+from dataproto_audit.probes.recompute import beyond, model_of
 
 BETWEEN = "DPA113"
 
@@ -66,22 +67,35 @@ def check(
         could not run with what they lack.
 
     Raises:
-        UsageError: ``batch`` is no form of batch, ``stage`` is not declared, or ``config`` or
-            ``model`` cannot be read. What is wrong inside a batch never raises.
+        UsageError: ``batch`` is no form of batch, ``stage`` is not declared, ``config`` or
+            ``model`` cannot be read, or an alias of ``policy`` would hide a field. What is wrong
+            inside a batch never raises.
     """
-    view = _view(batch, policy)
+    policy = policy or Policy()
+    check_aliases(policy)
+    given = _view(batch)
+    view = given and given.under(policy.renamed())
     settings, wrong = settings_from(config, view.meta if view else {})
-    auditor = Auditor(settings, on_fail="record", policy=policy)
+    # Views are renamed here, once: another time would shift the columns of a field again.
+    auditor = Auditor(settings, on_fail="record", policy=replace(policy, aliases={}))
     auditor.model = None if model is None else model_of(model)
     report = Report()
-    steps = list(history or ())
+    steps = _listed(history, "history", "steps")
     if view is None and not steps:
         raise UsageError("DPA857", "there is nothing to check.", "Pass a batch or a history.")
     for number, step in enumerate(steps, 1):
-        report.extend(_one_step(auditor, step, number))
-    if view is not None:
+        report.extend(_one_step(auditor, step, number, policy))
+    if view is not None and given is not None:
         auditor.begin_step(_step_of(view))
         report.extend(_meta(auditor, wrong))
+        report.outcomes += without_source(policy, given)
+        for unknown in nothing_known(view):
+            reason = f"no field that is declared, {unknown.actual}"
+            report.outcomes.append(Outcome("fields.known", "DPA101", "not_checkable", reason))
+            return report
+        if auditor.model is not None:
+            strange = beyond(auditor.model, view)
+            report.extend(_said(auditor, "model.vocabulary", "DPA852", strange))
         if before is not None:
             report.extend(
                 _boundary(auditor, stage, _view(before, policy) or BatchView.of({}), view)
@@ -105,12 +119,28 @@ def check_union(left: Any, right: Any, *, config: Any = None) -> Report:
 
 def check_concat(parts: Sequence[Any], *, config: Any = None) -> Report:
     """What joining the rows of several batches would break or lose."""
-    sides = [_view(part) or BatchView.of({}) for part in parts]
+    sides = [_view(part) or BatchView.of({}) for part in _listed(parts, "parts", "batches")]
     settings, wrong = settings_from(config, sides[0].meta if sides else {})
     auditor = Auditor(settings, on_fail="record")
     report = _meta(auditor, wrong)
     report.extend(auditor.judge("dispatch", "dispatch.concat", "DPA116", concat_violations(sides)))
     return report
+
+
+def _listed(given: Iterable[Any] | None, name: str, of: str) -> list[Any]:
+    """What was given as a list, or UsageError."""
+    if given is None:
+        return []
+    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
+        raise UsageError(
+            "DPA857", f"{name} is a {type(given).__name__}.", f"Pass a list of {of}, oldest first."
+        )
+    return list(given)
+
+
+def _said(auditor: Auditor, check: str, code: str, found: list[Violation]) -> Report:
+    """Findings about what belongs to no stage: nothing checkable, a model of other ids."""
+    return auditor.judge("rollout", check, code, found) if found else Report()
 
 
 def _meta(auditor: Auditor, wrong: Mapping[str, str]) -> Report:
@@ -159,10 +189,10 @@ def _step_of(view: BatchView) -> int | None:
     return step if isinstance(step, int) and not isinstance(step, bool) else None
 
 
-def _one_step(auditor: Auditor, step: Any, number: int) -> Report:
+def _one_step(auditor: Auditor, step: Any, number: int, policy: Policy) -> Report:
     metrics = as_metrics(step)
     if metrics is None:
-        view = _view(step) or BatchView.of({})
+        view = _view(step, policy) or BatchView.of({})
         auditor.begin_step(_step_of(view) or number)
         report = _stages(auditor, None, view)
         report.extend(auditor.end_step())

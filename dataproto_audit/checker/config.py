@@ -8,6 +8,7 @@ unknown, and the checks that need it are ``not_checkable``.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 from dataproto_audit.codes import UsageError
 from dataproto_audit.probes import Settings
 
+YAML = "Give a mapping, or a YAML file such as verl's or a run's config.yaml."
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 NAMES: dict[str, tuple[str, ...]] = {
     "n": (f"{ROLLOUT}.n",),
@@ -58,6 +60,19 @@ NAMES: dict[str, tuple[str, ...]] = {
 }
 """Other names of a setting, the first that is there counts: verl's keys, then meta entries."""
 
+AT_LEAST: dict[str, float] = {
+    **dict.fromkeys(
+        ("n", "world_size", "tp_size", "cp_size", "sp_size", "micro_batch_size", "merge_size",
+         "actor_micro_batch_size", "max_token_len", "max_response_length", "vocab_size",
+         "ppo_epochs"), 1,
+    ),
+    **dict.fromkeys(
+        ("temperature", "top_p", "gamma", "lam", "clip_ratio_low", "clip_ratio_high",
+         "clip_ratio_c", "log_prob_token", "log_prob_mean", "stop_ids", "tool_ids", "image_ids"), 0,
+    ),
+}  # fmt: skip
+"""The smallest value of a setting that means anything; of a list, of each entry."""
+
 
 def settings_from(config: Any, meta: Mapping[str, Any]) -> tuple[Settings, dict[str, str]]:
     """Settings, and for each meta entry of an unusable kind what is wrong with it.
@@ -77,6 +92,7 @@ def settings_from(config: Any, meta: Mapping[str, Any]) -> tuple[Settings, dict[
             if key is None:
                 continue
             value, problem = _as(kind, source[key])
+            problem = problem or _too_small(name, value)
             if not problem:
                 found[name] = value
                 break
@@ -97,13 +113,13 @@ def _loaded(config: Any) -> Any:
         try:
             text = Path(config).read_text(encoding="utf-8")
             config = OmegaConf.create(text)
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError("DPA851", f"{config}: cannot be read ({error}).") from error
+        except (OSError, UnicodeDecodeError, RecursionError) as error:
+            raise UsageError("DPA851", f"{config}: cannot be read ({error}).", YAML) from error
         except (OmegaConfBaseException, ValueError) as error:
-            raise UsageError("DPA851", f"{config}: not YAML ({error}).") from error
+            raise UsageError("DPA851", f"{config}: not YAML ({error}).", YAML) from error
         except Exception as error:  # what the YAML parser raises has no common base we could name
             if type(error).__module__.startswith("yaml"):
-                raise UsageError("DPA851", f"{config}: not YAML ({error}).") from error
+                raise UsageError("DPA851", f"{config}: not YAML ({error}).", YAML) from error
             raise
     if type(config).__module__.startswith("omegaconf"):
         from omegaconf import OmegaConf
@@ -113,6 +129,7 @@ def _loaded(config: Any) -> Any:
         raise UsageError(
             "DPA851",
             f"a configuration is a mapping or a YAML file, not {type(config).__name__}.",
+            YAML,
         )
     return config
 
@@ -124,6 +141,15 @@ def _flat(config: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str, An
             yield from _flat(value, f"{name}.")
         else:
             yield name, value
+
+
+def _too_small(name: str, value: Any) -> str:
+    """What is wrong with a value below the smallest one; '' where nothing is."""
+    least = AT_LEAST.get(name)
+    small = least is not None and min(
+        value if isinstance(value, tuple) else (value,), default=least
+    )
+    return f"which is below {least:g}" if least is not None and small < least else ""
 
 
 def _as(kind: Any, value: Any) -> tuple[Any, str]:
@@ -144,7 +170,9 @@ def _as(kind: Any, value: Any) -> tuple[Any, str]:
         return None, "which is no whole number"
     if wanted is float:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value), ""
+            if -sys.float_info.max <= value <= sys.float_info.max:
+                return float(value), ""
+            return None, "which is not finite"
         return None, "which is no number"
     if wanted is str:
         return (value, "") if isinstance(value, str) else (None, "which is no text")

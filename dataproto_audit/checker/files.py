@@ -9,9 +9,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from dataproto_audit.batch import BatchView
 from dataproto_audit.checker.api import check
+from dataproto_audit.checker.names import nothing_known
 from dataproto_audit.codes import UsageError
-from dataproto_audit.dump.readers import Saved, read_batches
+from dataproto_audit.dump.readers import Saved, is_folder, read_batches, read_folder
 from dataproto_audit.findings import Report
 from dataproto_audit.policy import Policy
 
@@ -45,18 +47,39 @@ def check_file(
     """Check every batch of a file or folder, as :func:`~dataproto_audit.check` does.
 
     ``before`` is a file with the batch as it was earlier, ``history`` a JSONL file with the metrics
-    of the steps before, one object a step. Raises :class:`UsageError` for what cannot be read.
+    of the steps before, one object a step. Raises :class:`UsageError` for what cannot be read, or
+    has not a single field that is known. Of a folder all else is checked first, and what holds
+    other things (metrics, models) is passed over.
     """
     earlier = _only(before) if before is not None else None
     steps = read_history(history) if history is not None else None
     level = "boundary" if earlier else "history" if steps else "batch"
-    for saved in read_batches(path):
+    batches, unreadable = _batches(path)
+    for saved in batches:
         report = check(
             saved, stage=stage, before=earlier, history=steps, model=model, config=config,
             policy=policy,
         )  # fmt: skip
         notes = (*saved.notes, *(f"not opened: {name}" for name in saved.opaque))
         yield Checked(saved.label, report, "model" if model else level, notes)
+    if unreadable:
+        raise unreadable[0]
+
+
+def _batches(path: str | PathLike[str]) -> tuple[list[Saved], tuple[UsageError, ...]]:
+    """What can be checked of a file or folder, and what of a folder could not be read."""
+    place = Path(path)
+    folder = read_folder(place) if is_folder(place) else None
+    found = read_batches(place) if folder is None else folder.saved
+    unreadable = folder.unreadable if folder else ()
+    known = [saved for saved in found if not nothing_known(BatchView.of(saved.batch))]
+    if not known and not unreadable:
+        [unknown, *_] = nothing_known(BatchView.of(found[0].batch))
+        raise UsageError(
+            "DPA857", f"{found[0].label} has no field of a batch, {unknown.actual}.",
+            "Name a file of a batch; metrics of steps go to --history.",
+        )  # fmt: skip
+    return known, unreadable
 
 
 def check_history(
@@ -72,7 +95,7 @@ def read_history(path: str | PathLike[str]) -> list[Mapping[str, Any]]:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
         steps = [json.loads(line) for line in lines if line.strip()]
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: also UTF-8, endless digits
         raise UsageError(
             "DPA857", f"{path}: no history ({error}).", "Write one JSON object a step, a line each."
         ) from error

@@ -6,6 +6,7 @@ quantity in the same unit they share one name here; quantities that only look al
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Mapping
 from typing import Any
@@ -53,6 +54,8 @@ def as_metrics(step: Any) -> dict[str, Any] | None:
             continue
         if isinstance(value, str):  # equal texts, equal numbers: all that a history is asked
             found[canonical(str(name))] = float(crc32(value.encode()))
+        elif isinstance(value, numbers.Real):
+            found[canonical(str(name))] = _within(value)
         elif isinstance(value, numbers.Number):
             found[canonical(str(name))] = value
         elif getattr(value, "ndim", None) == 0:
@@ -60,3 +63,12 @@ def as_metrics(step: Any) -> dict[str, Any] | None:
         else:
             return None
     return found
+
+
+def _within(value: Any) -> Any:
+    """``value``, or infinity for a number beyond what a float holds: no metric is that large."""
+    try:
+        float(value)
+    except OverflowError:
+        return -math.inf if value < 0 else math.inf
+    return value

@@ -145,14 +145,24 @@ def _wrong_tensors(view: BatchView, factors: Mapping[str, int]) -> Iterable[Viol
             field
             for field in declared
             if not view.tensors[field.name].is_nested
-            and not _unbound(field, sizes)
-            and not isinstance(view.tensors[field.name], field.annotation)
+            and (
+                _misshapen(field, view.tensors[field.name])
+                if _unbound(field, sizes)
+                else not isinstance(view.tensors[field.name], field.annotation)
+            )
         ]
     for field in wrong:
         yield _explain(field, view, sizes, factors)
     for field in declared:
         if view.tensors[field.name].is_nested:
             yield from _wrong_jagged(field, view)
+
+
+def _misshapen(field: Field, tensor: Tensor) -> bool:
+    """Whether number of axes or kind of number are wrong: all that needs no size of the batch."""
+    axes = {len(form.dim_str.split()) for form in field.forms}
+    kinds = field.number.split(" or ")
+    return tensor.dim() not in axes or _number_of(tensor.dtype) not in kinds
 
 
 def _explain(

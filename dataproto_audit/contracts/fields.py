@@ -27,7 +27,8 @@ class Field:
     kind: Kind = "tensor"
 
     @cached_property
-    def _forms(self) -> tuple[Any, ...]:
+    def forms(self) -> tuple[Any, ...]:
+        """The jaxtyping types of which a tensor must be one."""
         return typing.get_args(self.annotation) or (self.annotation,)
 
     @cached_property
@@ -35,14 +36,14 @@ class Field:
         """The declared axes: ``rows response``; ``rows`` for non-tensor fields."""
         if self.kind == "meta":
             return ""
-        return "rows" if self.annotation is None else str(self._forms[0].dim_str)
+        return "rows" if self.annotation is None else str(self.forms[0].dim_str)
 
     @cached_property
     def number(self) -> str:
         """The declared kind of number: ``integer``, ``float``, ``object``..."""
         if self.annotation is None:
             return self.kind
-        kinds = (str(form.__name__).split("[")[0].lower() for form in self._forms)
+        kinds = (str(form.__name__).split("[")[0].lower() for form in self.forms)
         return " or ".join(dict.fromkeys(kinds))
 
 

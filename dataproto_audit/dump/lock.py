@@ -111,8 +111,8 @@ def _in_use(path: Path, found: Holder | None) -> UsageError:
     else:
         what = f"process {found.pid} locked it on {found.since} and is dead: the run was killed"
         remedy = (
-            "Continue it (trainer.resume_mode=auto), pass --overwrite, or choose another "
-            "trainer.run_dir. Its finished steps can be read."
+            "Continue it from its checkpoints (trainer.resume_mode=auto), pass --overwrite, or "
+            "choose another trainer.run_dir. Its finished steps can be read."
         )
     return UsageError("DPA801", f"{folder}: the run folder is in use: {what}.", remedy)
 

@@ -39,6 +39,8 @@ __all__ = [
     "default_run_dir",
     "environment",
     "open_run",
+    "refuse_used",
+    "run_files",
 ]
 
 Existing = Literal["refuse", "overwrite", "resume"]
@@ -115,8 +117,9 @@ class RunFolder:
         ``existing`` says what to do with a run that is there: ``refuse`` (``UsageError`` DPA801),
         ``overwrite`` (delete its files and the folders in ``also_owned``; files of others stay) or
         ``resume`` (keep the tables up to step ``resume_after``, all of them when None). The lock of
-        a killed process is taken over by the last two. A living holder is always DPA801; an
-        unwritable folder is ``RunError`` DPA802. ``config`` is YAML text or a mapping.
+        a killed process is taken over by the last two, and where it left no run. A living holder
+        is always DPA801; an unwritable folder is ``RunError`` DPA802. ``config`` is YAML text or a
+        mapping.
         """
         folder = Path(path)
         try:
@@ -127,7 +130,7 @@ class RunFolder:
             ) from error
         except OSError as error:
             raise storage_error(folder, error) from error
-        lock = RunLock.acquire(folder, take_over=existing != "refuse")
+        lock = RunLock.acquire(folder, take_over=existing != "refuse" or not run_files(folder))
         try:
             tables = _prepare(folder, existing, resume_after, also_owned)
             try:
@@ -179,6 +182,31 @@ class RunFolder:
             self._lock.release()
 
 
+def run_files(folder: Path) -> list[str]:
+    """Names of what a run writes, of those that are in ``folder``; empty where there is no run."""
+    there = [name for name in OWN_FILES if (folder / name).exists()]
+    return [*there, TABLES_DIR] if has_tables(folder / TABLES_DIR) else there
+
+
+def refuse_used(folder: Path, existing: Existing) -> list[str]:
+    """Raise ``UsageError`` DPA801 where :meth:`RunFolder.create` would; else :func:`run_files`.
+
+    Changes nothing. Not covered: who holds the lock, and whether the folder can be written.
+    """
+    there = run_files(folder)
+    if there and TABLES_DIR not in there and ENVIRONMENT not in there:
+        raise UsageError(
+            "DPA801",
+            f"{folder}: {', '.join(there)} there was not written by a run and is kept.",
+            "Choose another trainer.run_dir.",
+        )
+    if there and existing == "refuse":
+        what = "holds a finished run" if SUMMARY in there else "holds a run that did not finish"
+        remedy = "Choose another trainer.run_dir, continue it, or pass --overwrite."
+        raise UsageError("DPA801", f"{folder}: the folder {what} ({', '.join(there)}).", remedy)
+    return there
+
+
 def compact_run(path: str | os.PathLike[str]) -> None:
     """Turn the streams that a killed run left into Parquet; does nothing where there are none.
 
@@ -199,19 +227,7 @@ def _prepare(
     folder: Path, existing: Existing, resume_after: int | None, also_owned: Sequence[str]
 ) -> TableWriter:
     tables = folder / TABLES_DIR
-    there = [name for name in OWN_FILES if (folder / name).exists()]
-    if has_tables(tables):
-        there.append(TABLES_DIR)
-    if there and TABLES_DIR not in there and ENVIRONMENT not in there:
-        raise UsageError(
-            "DPA801",
-            f"{folder}: {', '.join(there)} there was not written by a run and is kept.",
-            "Choose another trainer.run_dir.",
-        )
-    if there and existing == "refuse":
-        what = "holds a finished run" if SUMMARY in there else "holds a run that did not finish"
-        remedy = "Choose another trainer.run_dir, continue it, or pass --overwrite."
-        raise UsageError("DPA801", f"{folder}: the folder {what} ({', '.join(there)}).", remedy)
+    there = refuse_used(folder, existing)
     if existing == "overwrite":
         _delete(folder, also_owned if there else ())
         return TableWriter(tables)

@@ -25,15 +25,23 @@ from dataproto_audit.codes import UsageError
 from dataproto_audit.integrations.on_import import OnImport
 from dataproto_audit.integrations.options import Options, options
 from dataproto_audit.integrations.patches import Args, Kwargs, Patches
-from dataproto_audit.integrations.verl_versions import MODULE, TRAINER
+from dataproto_audit.integrations.verl_versions import (
+    MODULE,
+    MODULE_V1,
+    TRAINER,
+    TRAINER_V1,
+)
 
 if TYPE_CHECKING:
     from dataproto_audit.integrations.verl_run import VerlRun
+    from dataproto_audit.integrations.verl_workers import Workers
 
 log = logging.getLogger("dataproto_audit")
 
 NEEDED = ("fit", "_get_gen_batch", "_compute_old_log_prob", "_update_actor")
+NEEDED_V1 = ("fit", "_step_once", "_compute_old_log_prob", "_update_actor")
 """Methods without which an object is no trainer that we know."""
+CLASSES = {MODULE: TRAINER, MODULE_V1: TRAINER_V1}
 _LIVE: list[Attachment] = []
 """Attachments with a trainer of theirs."""
 
@@ -45,13 +53,16 @@ class Attachment:
         self.options = options
         self.runs: list[VerlRun] = []
         self._patches = Patches()
-        self._hook: OnImport | None = None
+        self._hooks: list[OnImport] = []
+        self._workers: Workers | None = None
 
     def detach(self) -> None:
         """Restore every original and close the tables. Doing it twice does nothing."""
-        if self._hook is not None:
-            self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         self._patches.undo()
+        if self._workers is not None:
+            self._workers.detach()
         for run in self.runs:
             run.detach()
         if self in _LIVE:
@@ -81,20 +92,33 @@ class Attachment:
     # -- for trainers that do not exist yet --------------------------------------------------------
 
     def wait(self) -> None:
-        """Attach to every ``RayPPOTrainer`` that is made from now on in this process."""
-        self._hook = OnImport(MODULE, self._imported)
-        self._hook.install()
+        """Attach to every trainer, of V0 or V1, that is made from now on in this process."""
+        self._hooks = [OnImport(name, self._imported) for name in CLASSES]
+        for hook in self._hooks:
+            hook.install()
+        self._hook_workers()
+
+    def _hook_workers(self) -> None:
+        """Look into workers that run in this process, if that was asked for."""
+        if self.options.workers and self.options.here() and self._workers is None:
+            from dataproto_audit.integrations.verl_workers import Workers
+
+            self._workers = Workers(self.options)
+            self._workers.install()
 
     def _imported(self, module: ModuleType) -> None:
-        trainer = getattr(module, TRAINER, None)
+        trainer = getattr(module, CLASSES.get(module.__name__, TRAINER), None)
         if trainer is not None:
             self._patches.wrap(trainer, "__init__", _Made(self))
 
     def take(self, trainer: Any) -> None:
         """Attach to this trainer."""
         from dataproto_audit.integrations.verl_run import VerlRun
+        from dataproto_audit.integrations.verl_v1_run import VerlV1Run
 
-        run = VerlRun(trainer, self.options)
+        self._hook_workers()
+        kind = VerlV1Run if not _lacking(trainer, NEEDED_V1) else VerlRun
+        run = kind(trainer, self.options)
         run.attach()
         self.runs.append(run)
         if self not in _LIVE:
@@ -126,14 +150,19 @@ class _Made:
         pass
 
 
+def _lacking(trainer: Any, needed: tuple[str, ...]) -> list[str]:
+    return [name for name in needed if not callable(getattr(trainer, name, None))]
+
+
 def attach(
     trainer: Any = None, *, config: str | os.PathLike[str] | None = None, **settings: Any
 ) -> Attachment:
-    """Audit ``trainer``, or every ``RayPPOTrainer`` made later in this process.
+    """Audit ``trainer``, or every trainer of verl made later in this process.
 
     Args:
         trainer: a constructed ``RayPPOTrainer`` of verl (0.7.1; 0.9.1 with
-            ``trainer.use_v1=False``) or a subclass; None waits for one.
+            ``trainer.use_v1=False``), a ``PPOTrainer`` of 0.9.1 (V1, its default) or a subclass;
+            None waits for one.
         config: a YAML file with settings.
         settings: see :class:`~dataproto_audit.integrations.options.Options`; they win over
             ``DATAPROTO_AUDIT_*`` variables, which win over ``config``.
@@ -147,11 +176,11 @@ def attach(
         attachment = Attachment(chosen)
         attachment.wait()
         return attachment
-    lacking = [name for name in NEEDED if not callable(getattr(trainer, name, None))]
-    if lacking:
+    lacking = _lacking(trainer, NEEDED)
+    if lacking and _lacking(trainer, NEEDED_V1):
         raise UsageError(
             "DPA859", f"{type(trainer).__name__} is no trainer that can be attached to: it has no "
-            f"{', '.join(lacking)}.", "Pass verl's RayPPOTrainer; in 0.9 set trainer.use_v1=False.",
+            f"{', '.join(lacking)}.", "Pass verl's RayPPOTrainer or, in 0.9, its PPOTrainer.",
         )  # fmt: skip
     earlier = _attached_to(trainer)
     if earlier is not None:

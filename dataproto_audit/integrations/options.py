@@ -37,6 +37,8 @@ class Options:
     ``stages`` and ``ranks`` empty mean all; ``ranks`` counts where a process has a rank (variable
     ``RANK``), which the driver has not. ``rows`` larger than 0 looks at about that many rows of a
     step, in whole groups. ``run_dir`` empty means ``reports/verl-<experiment>-<time>``.
+    ``workers`` looks into verl's workers, too; with it, a stage of theirs in which nothing moves
+    for ``hang_timeout_s`` is reported (0: only on SIGUSR1).
     """
 
     level: str = "full"
@@ -50,6 +52,8 @@ class Options:
     tables: bool = True
     metrics: bool = True
     flight_recorder: bool = True
+    workers: bool = False
+    hang_timeout_s: int = 600
 
     def looks_at(self, step: int) -> bool:
         """True for steps that are audited; the first trained step, 1, always is."""
@@ -123,7 +127,7 @@ def _value(name: str, value: Any, place: str) -> Any:
         return tuple(_count(place, item, least=0) for item in _items(value))
     if isinstance(value, (str, os.PathLike)):
         return os.fspath(value)
-    raise UsageError("DPA851", f"{place}={value!r}: a path is expected.")
+    raise UsageError("DPA851", f"{place}={value!r} is no path.", "Give a path as text.")
 
 
 def _word(value: Any) -> str:
@@ -139,7 +143,7 @@ def _items(value: Any) -> list[Any]:
 def _chosen(place: str, value: Any, among: tuple[str, ...]) -> str:
     if value in among:
         return str(value)
-    raise UsageError("DPA851", f"{place}: {value!r} is none of {', '.join(among)}.")
+    raise UsageError("DPA851", f"{place} is {value!r}.", f"Choose from {', '.join(among)}.")
 
 
 def _flag(place: str, value: Any) -> bool:
@@ -147,7 +151,7 @@ def _flag(place: str, value: Any) -> bool:
     if word in ON or word in OFF:
         return word in ON
     listed = ", ".join(word or "(empty)" for word in (*ON, *OFF))
-    raise UsageError("DPA851", f"{place}: {value!r} is none of {listed}.")
+    raise UsageError("DPA851", f"{place} is {value!r}.", f"Choose from {listed}.")
 
 
 def _count(place: str, value: Any, *, least: int) -> int:
@@ -156,5 +160,6 @@ def _count(place: str, value: Any, *, least: int) -> int:
     except ValueError:
         number = -1
     if number < least:
-        raise UsageError("DPA851", f"{place}: {value!r} is no whole number from {least} on.")
+        remedy = f"Give a whole number from {least} on."
+        raise UsageError("DPA851", f"{place} is {value!r}.", remedy)
     return number

@@ -75,6 +75,10 @@ class Session:
         """True while a step is open that is audited."""
         return self._step is not None and self.options.looks_at(self._step)
 
+    def wants(self, stage: str) -> bool:
+        """True where ``stage`` of the open step is audited."""
+        return self.looking and (not self.options.stages or stage in self.options.stages)
+
     def open_step(self, step: int) -> None:
         """Begin ``step`` unless it is open already; one that was never closed is closed first."""
         if self._step == step:
@@ -102,7 +106,7 @@ class Session:
         if not self.looking:
             return
         begins = stage == "prompts"  # later stages are compared with it, whatever is left out
-        left_out = bool(self.options.stages) and stage not in self.options.stages and not begins
+        left_out = not self.wants(stage) and not begins
         unrooted = stage == "rollout" and when == "before" and not self._from_prompts
         if left_out or unrooted:
             self.auditor.unseen()

@@ -20,6 +20,7 @@ from dataproto_audit.findings import AuditError
 from dataproto_audit.integrations import flight, verl_v0
 from dataproto_audit.integrations.options import Options
 from dataproto_audit.integrations.patches import Patches
+from dataproto_audit.integrations.rank_evidence import RankEvidence
 from dataproto_audit.integrations.session import Session
 from dataproto_audit.integrations.verl_batches import merged, parts_of
 from dataproto_audit.integrations.verl_settings import at, plain_config, settings_of
@@ -48,6 +49,7 @@ class VerlRun:
         self.missing: list[str] = []
         """Calls that this trainer does not have, and whose stages stay unseen."""
         self.session: Session | None = None
+        self.ranks: RankEvidence | None = None
         self.attached = self.running = self.validating = False
         self.own_loop = _has_own_loop(trainer)
         """True where ``fit`` is not verl's: what it does between the calls is not known."""
@@ -96,6 +98,9 @@ class VerlRun:
                 self._wrap(corrections, name, verl_v0.StageCall(self, name, stage, where))
             name = "compute_rollout_correction_and_add_to_batch"
             self._wrap(corrections, name, verl_v0.EnteringCall(self, name, "advantage"))
+        self._hook_tracking()
+
+    def _hook_tracking(self) -> None:
         tracking = getattr(_imported(TRACKING), "Tracking", None)
         if tracking is not None:
             self._wrap(tracking, "log", verl_v0.TrackingCall(self, "log"))
@@ -151,6 +156,9 @@ class VerlRun:
         self.session = Session(
             options, settings_of(self.trainer), experiment=f"verl-{name}", config=config
         )
+        if options.workers and (self.session.folder is not None or not options.tables):
+            self.ranks = RankEvidence(options, config)
+            self.guarded("workers", self.ranks.start, None)
         self.hook_managers()
         self._told, self.running = None, True
         AT_WORK.append(self)
@@ -160,6 +168,9 @@ class VerlRun:
         if self in AT_WORK:
             AT_WORK.remove(self)
         self.running = self.validating = False
+        if self.ranks is not None:
+            self.guarded("workers", self.ranks.finish, None)
+            self.ranks = None
         session, self.session = self.session, None
         if session is not None:
             more: dict[str, Any] = {"verl": self.version.number, "not_hooked": self.missing}
@@ -207,6 +218,9 @@ class VerlRun:
         if self.own_loop and stage != "rollout":
             self._open.auditor.unseen()
         self._open.boundary(stage, self._whole(batch), when="before")
+        if self.ranks is not None:
+            ranks, looks = self.ranks, self._open.wants(stage)
+            self.guarded("workers", lambda: ranks.enter(stage, looks=looks), None)
 
     def leave(self, stage: str, batch: Any, metrics: Mapping[str, float] | None = None) -> None:
         """``batch`` leaves ``stage``, which measured ``metrics``."""
@@ -214,8 +228,14 @@ class VerlRun:
         if self.own_loop and stage == "union":
             self._open.auditor.unseen()
         self._last = whole = self._whole(batch)
-        evidence = {"metrics": metrics} if metrics else None
-        self._open.boundary(stage, whole, evidence=evidence)
+        evidence: dict[str, Any] = {"metrics": metrics} if metrics else {}
+        if self.ranks is not None:
+            ranks = self.ranks
+            nothing: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+            told, fields = self.guarded("workers", lambda: ranks.leave(stage, whole), nothing)
+            evidence |= told
+            whole = merged(whole, None, fields) if fields else whole
+        self._open.boundary(stage, whole, evidence=evidence or None)
 
     def validated(self, batch: Any) -> None:
         """Scored responses to held-out prompts."""

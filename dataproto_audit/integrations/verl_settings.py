@@ -101,9 +101,19 @@ def _from_switches(config: Mapping[str, Any], trainer: Any) -> dict[str, Any]:
         found["world_size"] = gpus // int(at(roles, "actor.ulysses_sequence_parallel_size") or 1)
     if at(roles, "rollout.skip_rollout") or at(roles, "rollout.skip.enable"):
         found["on_policy"] = False
+    elif hasattr(trainer, "_step_once"):
+        found["on_policy"] = _in_step(config)
     elif type(trainer).__name__ == "RayPPOTrainer" and not at(config, "trainer.critic_warmup"):
         found["on_policy"] = True
     return found
+
+
+def _in_step(config: Mapping[str, Any]) -> bool | None:
+    """For V1: True where each step samples with the weights it begins with; None if unknown."""
+    mode = at(config, "trainer.v1.trainer_mode")
+    if mode != "sync":
+        return False if mode else None
+    return None if at(config, "trainer.critic_warmup") else True
 
 
 def _same_start(config: Mapping[str, Any]) -> bool | None:

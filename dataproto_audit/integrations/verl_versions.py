@@ -12,6 +12,8 @@ from importlib import metadata
 
 MODULE = "verl.trainer.ppo.ray_trainer"
 TRAINER = "RayPPOTrainer"
+MODULE_V1 = "verl.trainer.ppo.v1.trainer_base"
+TRAINER_V1 = "PPOTrainer"
 CORRECTION = "verl.trainer.ppo.rollout_corr_helper"
 TRACKING = "verl.utils.tracking"
 

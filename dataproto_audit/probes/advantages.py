@@ -21,7 +21,7 @@ from dataproto_audit.probes.advantage_causes import (
     Rule,
     explain_group_advantages,
 )
-from dataproto_audit.probes.context import Context, group_codes
+from dataproto_audit.probes.context import Context, filling_rows, group_codes
 from dataproto_audit.probes.registry import probe, unchecked
 from dataproto_audit.probes.scan import any_of, per_row, some
 from dataproto_audit.reference import rules
@@ -51,10 +51,28 @@ def _named(estimator: str | None) -> str:
     return ALIASES.get(str(estimator), str(estimator))
 
 
+def _groups(view: BatchView, ctx: Context) -> Any:
+    """The group of each row ``[B]``; a row that fills the batch up is one of its own."""
+    codes, filling = group_codes(view, ctx)[0], filling_rows(view)
+    if filling is None or not filling.any():
+        return codes
+    alone = codes.max() + 1 + np.arange(len(codes))
+    return np.where(filling, alone, codes)
+
+
+def _cut(view: BatchView, ctx: Context) -> bool:
+    """Whether groups have other sizes than n, as those of one rank's rows."""
+    filling = filling_rows(view)
+    codes = group_codes(view, ctx)[0]
+    counts = np.bincount(codes if filling is None else codes[~filling])
+    n = ctx.settings.n
+    return n is not None and n > 1 and bool(((counts != n) & (counts > 0)).any())
+
+
 def _group_stats(view: BatchView, ctx: Context, *, with_lengths: bool) -> GroupStats:
     """Statistics of the rows' scores by uid; lengths only where a rule looks at them."""
     scores = row_sum(view.numpy("token_level_rewards"), np.float64)
-    codes = torch.from_numpy(group_codes(view, ctx)[0])
+    codes = torch.from_numpy(_groups(view, ctx))
     lengths = None
     if with_lengths:
         trained = view.numpy("response_mask") != 0
@@ -83,8 +101,9 @@ def advantage_recomputed(
     """advantages [B,R] equal the estimator's formula on trained tokens.
 
     The tolerance is what rounding of rewards, mean and std can explain in each group. Where it is
-    not known whether the estimator divides by the std, either form will do. Groups with a reward
-    that is not finite are left to the finite check. With groups of different sizes and no n it is a
+    not known whether the estimator divides by the std, either form will do. Where groups are cut,
+    as in one rank's rows, only what another rule explains is a finding. What is not finite is
+    left to DPA407 and DPA420. With groups of different sizes and no n it is a
     ``warn``: rows may be several outputs of one session, which share an advantage.
     """
     estimator = _named(ctx.settings.adv_estimator)
@@ -112,22 +131,24 @@ def advantage_recomputed(
         ).numpy()
         error = np.abs(found - want)
         bad = ~(error <= bound[:, None] + RELATIVE * np.maximum(1.0, np.abs(want)))
-        bad &= np.isfinite(want) & ~skipped
+        bad &= np.isfinite(want) & np.isfinite(found) & ~skipped
         if not bad.any():
             return
         if worst is None or bad.sum() < worst[1].sum():  # the form that explains most
             worst = known[bool(form)], bad, want, bound
     if worst is not None:
         groups = _group_stats(view, ctx, with_lengths=True)
-        yield _wrong(ctx, groups, worst[0], found, ~skipped, *worst[1:])
+        yield _wrong(ctx, groups, worst[0], found, ~skipped, *worst[1:], cut=_cut(view, ctx))
 
 
 def _wrong(
     ctx: Context, groups: GroupStats, rule: Rule, found: Any, on: Any, bad: Any, want: Any,
-    bound: Any,
+    bound: Any, *, cut: bool,
 ) -> Finding:  # fmt: skip
     row, column = np.argwhere(bad)[0]
     told = explain_group_advantages(groups, rule, found, on, bad, want)
+    if cut and not any("max error" in str(said) for said in told.evidence.values()):
+        ctx.unknown(f"groups of other sizes than n = {ctx.settings.n}: rows of them are elsewhere")
     sessions = ctx.settings.n is None and bool((groups.size != groups.size[0]).any())
     return ctx.fail(
         "advantages",

@@ -15,7 +15,7 @@ import numpy as np
 
 from dataproto_audit.batch import BatchView, Block
 from dataproto_audit.findings import Finding
-from dataproto_audit.probes.context import Context
+from dataproto_audit.probes.context import Context, filling_rows
 from dataproto_audit.probes.masks import RESPONSE_END
 from dataproto_audit.probes.registry import probe
 from dataproto_audit.probes.scan import ATTENDED, TRAINED_TOKENS, any_of, some
@@ -56,12 +56,20 @@ def sampled_tokens_trained(
     """The mask [B,R] covers the tokens that the engine sampled, unless there is a reason not to.
 
     A reason is a row that was cut at the length limit, or a gap between the two log-probs that
-    rejection looks at. Not covered: tokens that the engine was certain of, whose log-prob is 0.0.
+    rejection looks at. Where nobody told whether rows are rejected, whole rows are a ``warn``. Not
+    covered: tokens that the engine was certain of, whose log-prob is 0.0.
     """
     if not stats["sampled_left_out"]:
         return
     block = Block(view, slice(None))
     rollout, left_out = view.numpy("rollout_log_probs"), _left_out(block)
+    filling = filling_rows(view)
+    if filling is not None:
+        left_out[filling] = False
+    if not left_out.any():
+        return
+    if ctx.settings.rejection is None and "rollout_is_weights" in view:
+        ctx.unknown("importance weights are there: tell settings.rejection")
     cut = ~block.mask.any(1)
     left_out &= ~(cut & ~_stopped(view, ctx, block))[:, None]
     gap = np.subtract(view.numpy("old_log_probs"), rollout, dtype=np.float64)
@@ -70,10 +78,15 @@ def sampled_tokens_trained(
     if len(kept) < FEW:
         ctx.unknown(f"response_mask leaves {len(kept)} tokens: too few to compare the others with")
     usual = left_out & (gap >= kept.min()) & (gap <= kept.max())
+    told = ctx.settings.rejection is not None or left_out[~cut].any()
+    advantages = view.whole.tensors.get("advantages")
+    if not told and advantages is not None and advantages.shape == left_out.shape:
+        told = bool((view.whole.numpy("advantages")[left_out] != 0).any())  # not rejected, then
     if 2 * usual.sum() > left_out.sum():
         yield ctx.fail(
             "response_mask",
             stage="rollout",
+            severity=None if told else "warn",
             cells=left_out,
             expected="1 on every token that the engine sampled",
             actual=f"0 on {int(left_out.sum())} tokens with a log-prob of the engine",
@@ -156,8 +169,9 @@ def _odd_one(view: BatchView, ctx: Context, mask: Any, other: Any) -> tuple[str,
 def pad_ids_untrained(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
     """A response [B,R] does not end on attended, trained pad ids.
 
-    Where the pad id is a stop id too, one of them is the stop token. Not covered: a pad id that a
-    model may have sampled: inside the response, or a single last one with a log-prob of the engine.
+    Where the pad id is a stop id too, one of them is the stop token. Not covered are pad ids that
+    a model may have sampled: those inside the response, and those that follow no stop id where the
+    engine says so (their log-prob, ``finish_reason`` ``length``) or where there is one only.
     """
     pad, stops = ctx.settings.pad_id, ctx.settings.stop_ids
     responses, last = view.numpy("responses"), np.maximum(stats[RESPONSE_END.name] - 1, 0)
@@ -167,13 +181,20 @@ def pad_ids_untrained(view: BatchView, stats: Mapping[str, Any], ctx: Context) -
     behind = ~block.response_attention
     tail = np.logical_and.accumulate((padded | behind)[:, ::-1], axis=1)[:, ::-1]
     bad = tail & padded & block.response_attention
+    rows, first = np.arange(len(bad)), np.argmax(bad, axis=1)
+    known = "rollout_log_probs" in view.tensors and "rollout_log_probs" not in ctx.broken
+    told = is_in(responses[rows, np.maximum(first - 1, 0)], stops) & (first > 0)
     if stops is None or pad in stops:
-        first = np.argmax(bad, axis=1)
-        bad[np.arange(len(bad)), first] = False
+        bad[rows, first] = False
+        told[:] = stops is not None
+    if known:
+        bad &= told[:, None] | (view.numpy("rollout_log_probs") == 0)
+    else:  # a model rarely samples two in a row
+        bad &= (told | (bad.sum(1) > 1))[:, None]
+    reasons = view.arrays.get("finish_reason")
+    if reasons is not None and reasons.ndim == 1:
+        bad &= (told | np.array([reason != "length" for reason in reasons]))[:, None]
     bad &= block.mask
-    if "rollout_log_probs" in view.tensors and "rollout_log_probs" not in ctx.broken:
-        sampled = view.numpy("rollout_log_probs") != 0
-        bad &= ~(sampled & (bad.sum(1, keepdims=True) == 1))
     if bad.any():
         yield ctx.fail(
             "response_mask",

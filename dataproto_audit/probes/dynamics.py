@@ -22,7 +22,7 @@ from dataproto_audit.findings import Finding
 from dataproto_audit.probes.context import Context
 from dataproto_audit.probes.logprobs import noise_of
 from dataproto_audit.probes.noise import noise_between
-from dataproto_audit.probes.registry import probe
+from dataproto_audit.probes.registry import AT_END, probe
 from dataproto_audit.probes.scan import masked_range, sum_of
 
 WEIGHTS = "audit/weights_hash"
@@ -64,14 +64,35 @@ def _informative(history: Sequence[float]) -> NDArray[np.float64]:
     return kept
 
 
-@probe("DPA601", stages=("update_actor",), needs=("evidence.metrics",))
+WHEN = ("update_actor", AT_END)
+"""Metrics are judged where they arrive: with the update, or with the end of the step."""
+LEARNING = ("actor/", "critic/")
+"""Names of metrics that an update reports begin like this."""
+
+
+def _metrics(ctx: Context) -> Mapping[str, Any]:
+    """What the step reported; judged once a step by each probe."""
+    mark = ("metrics judged", ctx.check)
+    if ctx.stage == AT_END and mark in ctx.cache:
+        ctx.skip("judged with the update")
+    ctx.cache[mark] = True
+    metrics: Mapping[str, Any] = ctx.evidence["metrics"]
+    return metrics
+
+
+@probe("DPA601", stages=WHEN, needs=("evidence.metrics",))
 def metrics_finite(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
     """Loss, KL, entropy and gradient norm of the step are finite."""
-    metrics = ctx.evidence["metrics"]
-    wrong = {n: float(v) for n, v in metrics.items() if _number(v) and not math.isfinite(v)}
+    told = _metrics(ctx)
+    if ctx.stage == AT_END:  # a step tells many other numbers, too
+        told = {name: value for name, value in told.items() if name.startswith(LEARNING)}
+        if not told:
+            ctx.unknown("not recorded: metrics of the update")
+    wrong = {n: float(v) for n, v in told.items() if _number(v) and not math.isfinite(v)}
     if wrong:
         yield ctx.fail(
             next(iter(wrong)),
+            stage="update_actor",
             expected="finite metrics",
             actual=", ".join(f"{name} = {value}" for name, value in wrong.items()),
             causes=("non_finite", "bad_row"),
@@ -84,27 +105,29 @@ def _number(value: Any) -> bool:
 
 def _spikes(code: str, name: str, metric: str, floor: float, causes: tuple[str, ...]) -> None:
     def run(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
-        value = ctx.evidence["metrics"].get(metric)
-        if not _number(value):
+        told = _metrics(ctx).get(metric)
+        if not _number(told):
             ctx.unknown(f"not recorded: metrics.{metric}")
+        value = float(told or 0.0)
         history = ctx.history.get(metric, ())
         if len(history) < WARM_UP or len(_informative(history)) < WARM_UP:
             ctx.unknown(f"fewer than {WARM_UP} earlier steps of {metric}")
-        broken = spike(float(value), history, floor=floor)
+        broken = spike(value, history, floor=floor)
         if broken:
             median, deviation = broken
             yield ctx.fail(
                 metric,
+                stage="update_actor",
                 severity="warn",
                 expected=f"near its median {median:.4g} of the last steps",
-                actual=f"{float(value):.4g}",
+                actual=f"{value:.4g}",
                 evidence={"robust deviation": deviation, "steps before": len(history)},
                 causes=causes,
             )
 
     run.__name__ = name
     run.__doc__ = f"{metric} does not jump out of its own recent history."
-    probe(code, stages=("update_actor",), needs=("evidence.metrics",), severity="warn")(run)
+    probe(code, stages=WHEN, needs=("evidence.metrics",), severity="warn")(run)
 
 
 # Floors in nats, or in units of the gradient norm: below them a jump harms nobody.

@@ -4,6 +4,10 @@ Evidence per mini-batch comes from the workers: the log-probs of each row just b
 mini-batch's optimizer step, the loss terms summed over ranks, and the normaliser they used. With
 several epochs the rows tell about one of them; mini-batches of the others are left out. Gradients
 themselves are not seen here; ``compare-backends`` compares those.
+
+An entry of ``losses`` may say how its path differs (verl's legacy workers): ``split`` = ``rows``,
+the loss is the mean over micro-batches of their own losses, weighted by rows; ``old`` = ``new``,
+new log-probs stood in for the old ones; ``eps``, the precision of what it was computed from.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from dataproto_audit.reference.losses import (
 )
 
 UPDATE = ("update_log_probs", "mini_batch", "old_log_probs", "response_mask")
+TERMS = ("pg_loss", "kl_loss", "entropy_loss", "total")
 RELATIVE = 1e-4
 ABSOLUTE = 1e-5
 """Float32 sums over a mini-batch in another order, for per-token terms of order 1."""
@@ -74,12 +79,14 @@ def _known(ctx: Context) -> str:
     return "" if mode is None or mode in AGGREGATION_MODES else f"unknown aggregation {mode}"
 
 
-def _fields(view: BatchView, ctx: Context, rows: Any) -> dict[str, Any]:
+def _fields(
+    view: BatchView, ctx: Context, rows: Any, reported: Mapping[str, Any]
+) -> dict[str, Any]:
     """What the loss of ``rows`` is computed from, by the argument's name."""
     s = ctx.settings
     names = {
         "log_probs": "update_log_probs",
-        "old_log_probs": "old_log_probs",
+        "old_log_probs": "update_log_probs" if reported.get("old") == "new" else "old_log_probs",
         "advantages": "advantages",
         "response_mask": "response_mask",
         "ref_log_prob": "ref_log_prob" if s.use_kl_loss else "",
@@ -105,9 +112,26 @@ def _how(ctx: Context) -> dict[str, Any]:
 
 
 @torch.inference_mode()  # nothing is differentiated, and autograd's bookkeeping costs as much
-def _terms(view: BatchView, ctx: Context, rows: Any) -> LossTerms:
-    """The loss of the mini-batch ``rows``, unsplit, from the recorded log-probs."""
-    return unchecked(policy_loss)(**_fields(view, ctx, rows), **_how(ctx))
+def _terms(view: BatchView, ctx: Context, rows: Any, reported: Mapping[str, Any]) -> LossTerms:
+    """The loss of the mini-batch ``rows``, unsplit, from the recorded log-probs.
+
+    Where the path averages over micro-batches, the average of theirs, as it should have been.
+    """
+    whole: LossTerms = unchecked(policy_loss)(**_fields(view, ctx, rows, reported), **_how(ctx))
+    if reported.get("split") != "rows":
+        return whole
+    ranks = _parts(ctx, rows.numpy(), int(reported["mini_batch"]))
+    if not ranks or sorted(np.concatenate([m for r in ranks for m in r])) != list(range(len(rows))):
+        ctx.unknown("not recorded: micro-batches that make up each mini-batch")
+    total: dict[str, Any] = dict.fromkeys(TERMS, 0.0)
+    for micros in ranks:
+        held = sum(len(micro) for micro in micros)
+        for micro in micros:
+            fields = _fields(view, ctx, rows[torch.from_numpy(micro)], reported)
+            part: Mapping[str, Any] = unchecked(policy_loss)(**fields, **_how(ctx))
+            for name in TERMS:
+                total[name] = total[name] + part[name] * (len(micro) / held / len(ranks))
+    return {**whole, **total}  # type: ignore[typeddict-item]  # the terms of LossTerms
 
 
 def _mini_batches(view: BatchView, ctx: Context) -> Iterator[tuple[int, Mapping[str, Any], Any]]:
@@ -149,7 +173,7 @@ def loss_recomputed(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> 
     wrong: dict[int, dict[str, tuple[float, float]]] = {}
     table = []
     for number, reported, rows in _mini_batches(view, ctx):
-        terms = _terms(view, ctx, torch.from_numpy(rows))
+        terms = _terms(view, ctx, torch.from_numpy(rows), reported)
         for name, want in (
             ("pg_loss", terms["pg_loss"]),
             ("kl_loss", terms["kl_loss"] if s.use_kl_loss else None),
@@ -161,24 +185,28 @@ def loss_recomputed(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> 
                 continue
             exact = float(want)
             table.append((number, name, float(got), reported.get("normaliser"), exact))
-            if not _close(float(got), exact, view, rows, float(terms["normaliser"])):
+            eps = float(reported.get("eps", 0.0))
+            if not _close(float(got), exact, view, rows, float(terms["normaliser"]), eps):
                 wrong.setdefault(number, {})[name] = (float(got), exact)
     ctx.cache["loss_table"] = table
     if wrong:
         yield _loss_finding(view, ctx, wrong)
 
 
-def _close(got: float, exact: float, view: BatchView, rows: Any, normaliser: float) -> bool:
+def _close(
+    got: float, exact: float, view: BatchView, rows: Any, normaliser: float, eps: float
+) -> bool:
     """Equal up to rounding, which grows with the sums behind the loss: with tokens per normaliser
-    and with the largest advantage.
+    and with the largest advantage. ``eps`` is that of the numbers it was computed from.
     """
-    error, slack = abs(got - exact), RELATIVE * abs(exact)
-    if error <= ABSOLUTE + slack or (got != got and exact != exact):
+    error, slack = abs(got - exact), max(RELATIVE, eps) * abs(exact)
+    absolute = max(ABSOLUTE, eps)
+    if error <= absolute + slack or (got != got and exact != exact):
         return True
     mask = view.numpy("response_mask")[rows] != 0
     largest = np.abs(view.numpy("advantages")[rows])[mask].max(initial=1.0)
     scale = max(1.0, float(largest)) * max(1.0, float(mask.sum()) / max(normaliser, 1.0))
-    return bool(error <= ABSOLUTE * scale + slack)
+    return bool(error <= absolute * scale + slack)
 
 
 @torch.inference_mode()
@@ -188,15 +216,15 @@ def _loss_finding(
     number, names = next(iter(wrong.items()))
     name, (got, exact) = next(iter(names.items()))
     rows = np.flatnonzero(view.numpy("mini_batch") == number)
-    index = torch.from_numpy(rows)
+    index, reported = torch.from_numpy(rows), ctx.evidence["losses"][number]
     mini = MiniBatch(
-        fields=_fields(view, ctx, index),
+        fields=_fields(view, ctx, index, reported),
         how=_how(ctx),
-        reported=ctx.evidence["losses"][number],
+        reported=reported,
         wrong=names,
-        terms=_terms(view, ctx, index),
+        terms=_terms(view, ctx, index, reported),
         settings=ctx.settings,
-        parts=_parts(ctx, rows),
+        parts=_parts(ctx, rows, number),
     )
     causes, told = explain_loss(mini)
     return ctx.fail(
@@ -209,16 +237,19 @@ def _loss_finding(
     )  # fmt: skip
 
 
-def _parts(ctx: Context, rows: Any) -> tuple[tuple[Any, ...], ...]:
-    """The micro-batches of the mini-batch ``rows`` by rank, as positions in it; () if unknown."""
+def _parts(ctx: Context, rows: Any, number: int) -> tuple[tuple[Any, ...], ...]:
+    """The micro-batches of mini-batch ``number`` by rank, as positions in ``rows``, those of it; ()
+    if unknown."""
     ranks = ctx.evidence.get("ranks") or ()
     if not all(isinstance(rank, Mapping) and rank.get("indices") for rank in ranks):
         return ()
     place = {row: at for at, row in enumerate(rows.tolist())}
     start, out = 0, []
     for rank in ranks:
+        numbers = rank.get("mini_batches") or [number] * len(rank["indices"])
         micros = [[place[start + at] for at in micro if start + at in place]
-                  for micro in rank["indices"]]  # fmt: skip
+                  for micro, mini in zip(rank["indices"], numbers, strict=False)
+                  if mini == number]  # fmt: skip
         out.append(tuple(np.asarray(micro, np.int64) for micro in micros if micro))
         start += int(rank["rows"])
     return tuple(out)

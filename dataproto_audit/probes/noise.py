@@ -48,7 +48,8 @@ class Noise:
             return bad if bad.any() else None
         if not mask.any() or gap[mask].mean(dtype=np.float64) <= self.mean_of(int(mask.sum())):
             return None
-        return mask & (gap > self.mean)
+        bad = mask & (gap > self.mean)
+        return bad if bad.any() else None
 
     def mean_of(self, tokens: int) -> float:
         """Bound on the mean over that many tokens."""

@@ -110,3 +110,36 @@ def micro_batch_counts(
             actual=f"micro-batches per rank {counts}",
             causes=("unequal_micro_batches",),
         )
+
+
+@probe("DPA706", stages=STAGES, needs=("evidence.ranks",))
+def packed_rows(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
+    """Rows that run as one: positions begin anew at each row, and no mask lies over all of them.
+
+    Attention over packed rows is cut where positions begin anew; a mask of ones cuts nowhere.
+    """
+    first, seen, rows, masked, micros = 0, 0, [], [], 0
+    for rank in ctx.evidence["ranks"]:
+        for told in rank.get("packed") or ():
+            seen += len(told["restarts"]) > 1
+            held = rank["indices"][told["micro_batch"]]
+            wrong = [first + row for row, good in zip(held, told["restarts"], strict=False)
+                     if not good and row >= 0]  # fmt: skip
+            if told["mask"] == "all ones" and len(held) > 1:
+                masked += [first + row for row in held if row >= 0]
+            micros += bool(wrong)
+            rows += wrong
+        first += int(rank["rows"])
+    if not any(rank.get("packed") for rank in ctx.evidence["ranks"]):
+        ctx.skip("rows are not packed")
+    if rows or masked:
+        yield ctx.fail(
+            "position_ids" if rows else "attention_mask",
+            rows=np.asarray(sorted(rows or masked), np.int64),
+            expected="position 0 at the first token of each packed row" if rows
+            else "no mask over packed rows",
+            actual=f"{len(rows)} rows in {micros} micro-batches go on from the row before" if rows
+            else f"a mask of ones over {len(masked)} packed rows",
+            evidence={"micro-batches with several rows": seen},
+            causes=("packed_rows_leak",),
+        )  # fmt: skip

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from dataproto_audit.batch import BatchView
 from dataproto_audit.codes import UsageError
+from dataproto_audit.contracts.check import Violation
 from dataproto_audit.findings import Finding
 from dataproto_audit.probes.context import Context
 from dataproto_audit.probes.logprobs import named, noise_of
@@ -43,12 +44,41 @@ def _loaded(folder: str) -> Any:
             "Install dataproto-audit[trainer].",
         ) from error
     except (OSError, ValueError) as error:
-        raise UsageError("DPA852", f"{folder}: no model ({error}).") from error
+        raise UsageError(
+            "DPA852", f"{folder}: no model ({error}).", "Give a folder that transformers can load."
+        ) from error
 
 
 def model_of(given: Any) -> Any:
     """The model that ``check(model=...)`` was given. Raises :class:`UsageError`."""
     return given if isinstance(given, torch.nn.Module) else _loaded(str(given))
+
+
+def vocabulary_of(model: Any) -> int | None:
+    """Ids that the model has an embedding for; None where it does not say."""
+    try:
+        embeddings = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):  # a module of one's own
+        return None
+    size = getattr(embeddings, "num_embeddings", None)
+    return int(size) if isinstance(size, int) else None
+
+
+def beyond(model: Any, view: BatchView) -> list[Violation]:
+    """A violation (DPA852) where ``input_ids`` holds ids that the model has no embedding for."""
+    size = vocabulary_of(model)
+    if size is None or "input_ids" not in view.tensors:
+        return []
+    ids = view.numpy("input_ids")
+    if ids.dtype.kind not in "iu" or not ids.size or int(ids.max()) < size:
+        return []
+    told = {"tokens beyond": int((ids >= size).sum()), "of": int(ids.size)}
+    return [
+        Violation(
+            "DPA852", "input_ids", f"ids below {size}, of which the model has an embedding",
+            f"ids up to {int(ids.max())}, model has {size}", told,
+        )
+    ]  # fmt: skip
 
 
 def _scored(view: BatchView, ctx: Context, *, half: bool) -> NDArray[np.float64]:
@@ -81,7 +111,12 @@ def _recomputed(field: str, stage: str) -> None:
         if field == "ref_log_prob" and not _unmoved(view):
             ctx.skip("the policy has moved: the given model is not the reference")
         own, mask = view.numpy(field), view.numpy("response_mask") != 0
-        want = _scored(view, ctx, half=False)
+        if beyond(model_of(ctx.model), view) or view.numpy("input_ids").min(initial=0) < 0:
+            ctx.unknown("input_ids holds ids that the given model has no embedding for")
+        try:
+            want = _scored(view, ctx, half=False)
+        except IndexError:  # an embedding table that is too short: of positions, as ids do fit
+            ctx.unknown("position_ids go beyond the positions of the given model")
         gap = np.where(mask & np.isfinite(own), np.abs(own - want), 0.0)
         noise = noise_of(view, ctx, field, field)
         if noise.token is not None:

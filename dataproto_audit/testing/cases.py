@@ -19,6 +19,7 @@ from dataproto_audit.codes import UsageError
 from dataproto_audit.findings import Finding, Report, Severity
 from dataproto_audit.testing.recipes import cook
 
+FORMAT = "A case file has one JSON object a line; docs/checking.md shows its keys."
 ORDER: tuple[Severity, ...] = ("info", "warn", "fail")
 Cells = set[tuple[int, int]]
 
@@ -83,16 +84,18 @@ def _read(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError("DPA857", f"{path}: cannot be read ({error}).") from error
+        raise UsageError("DPA857", f"{path}: cannot be read ({error}).", FORMAT) from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             case = json.loads(line)
         except json.JSONDecodeError as error:
-            raise UsageError("DPA857", f"{path}, line {number}: not JSON ({error}).") from error
+            raise UsageError(
+                "DPA857", f"{path}, line {number}: not JSON ({error}).", FORMAT
+            ) from error
         if not isinstance(case, dict):
-            raise UsageError("DPA857", f"{path}, line {number}: not a JSON object.")
+            raise UsageError("DPA857", f"{path}, line {number}: not a JSON object.", FORMAT)
         yield number, case
 
 

@@ -40,7 +40,9 @@ def cook(base: str, operations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             OPERATIONS[str(kind)](recipe, operation)
         except (KeyError, IndexError, ValueError, TypeError) as error:
             raise UsageError(
-                "DPA857", f"the operation {dict(operation)} does not fit: {error}."
+                "DPA857",
+                f"the operation {dict(operation)} does not fit: {error}.",
+                "Name a field of the batch and cells that it has.",
             ) from error
     return recipe.batch()
 

@@ -327,8 +327,9 @@ class SimulatedStep:
         o = self.options
         lengths = batch.batch["attention_mask"].sum(1).numpy()
         return toy_update.plan(
-            lengths, o.ranks, o.mini_batches, o.micro_rows, seed=o.seed, limit=o.max_token_len
-        )
+            lengths, o.ranks, o.mini_batches, o.micro_rows, seed=o.seed, limit=o.max_token_len,
+            packed=o.recorded,
+        )  # fmt: skip
 
     def sync(self, sent: Callable[[Any, Any], Any]) -> dict[str, Any]:
         """Checksums of both sides, and a few tokens that both scored."""

@@ -25,6 +25,8 @@ class Plan:
     mini_batch: Index
     parts: tuple[tuple[tuple[Index, ...], ...], ...]
     limit: int | None = None
+    packed: bool = False
+    """Micro-batches run as one sequence each, and ranks note where positions begin anew."""
 
     @property
     def chunk(self) -> int:
@@ -43,6 +45,11 @@ class Plan:
                 "indices": [micro.tolist() for micro in micros], "peak_token_sum": max(sums),
                 "token_limit": self.limit or 4 * max(sums), "cpu_s": 0.1, "wall_s": 0.2,
             })  # fmt: skip
+            if self.packed:
+                notes[-1]["packed"] = [
+                    {"micro_batch": number, "restarts": [True] * len(micro), "mask": "none"}
+                    for number, micro in enumerate(micros)
+                ]
         return notes
 
 
@@ -54,6 +61,7 @@ def plan(
     *,
     seed: int,
     limit: int | None = None,
+    packed: bool = False,
 ) -> Plan:
     """Rows of each rank in random order, cut into mini-batches and those into micro-batches.
 
@@ -79,7 +87,7 @@ def plan(
             for minis in parts:
                 minis[number] = _split_to(minis[number], most)
     frozen = tuple(tuple(tuple(mini) for mini in minis) for minis in parts)
-    return Plan(lengths, mini_batch, frozen, limit)
+    return Plan(lengths, mini_batch, frozen, limit, packed)
 
 
 def _bins(rows: Index, lengths: Index, limit: int) -> list[Index]:

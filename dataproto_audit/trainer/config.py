@@ -255,6 +255,8 @@ def ready_configs() -> list[str]:
 def load_config(name_or_path: str, overrides: Sequence[str] = ()) -> DictConfig:
     """The configuration with overrides applied, typed and complete.
 
+    Another ``data.generator`` starts without arguments: give its ``data.generator_args`` with it.
+
     Raises:
         UsageError: no such configuration (DPA851), unknown key with the nearest one (DPA850), a
             value of the wrong type (DPA851).
@@ -264,15 +266,22 @@ def load_config(name_or_path: str, overrides: Sequence[str] = ()) -> DictConfig:
     merged = schema
     source = _read(name_or_path)
     _refuse_unknown(source, known, name_or_path)
-    for part, origin in ((source, name_or_path), *_dotlist(overrides, known)):
+    # A generator comes before its arguments, in whatever order they are given.
+    parts = list(_dotlist(overrides, known))
+    parts.sort(key=lambda part: not _names_generator(part[0]))
+    for part, origin in ((source, name_or_path), *parts):
         try:
+            if part is not source and _names_generator(part):
+                merged.data.generator_args = {}  # they belong to the generator before
             merged = OmegaConf.merge(merged, part)
         except OmegaConfBaseException as error:
-            key = getattr(error, "full_key", None) or origin
-            text = str(getattr(error, "msg", None) or error).splitlines()[0]
-            raise UsageError("DPA851", f"{origin}: {key}: {text}.", "Correct the value.") from error
+            raise _refused(error, origin) from error
     if merged.audit.level == "False":  # YAML reads a bare `off` as a boolean
         merged.audit.level = "off"
+    try:
+        OmegaConf.resolve(merged)  # a value may refer to another key: ${data.seed}
+    except OmegaConfBaseException as error:
+        raise _refused(error, name_or_path) from error
     missing = sorted(OmegaConf.missing_keys(merged))
     if missing:
         raise UsageError("DPA851", f"{name_or_path} does not set {', '.join(missing)}.", "Set it.")
@@ -281,12 +290,33 @@ def load_config(name_or_path: str, overrides: Sequence[str] = ()) -> DictConfig:
     return merged
 
 
+def _names_generator(part: DictConfig) -> bool:
+    data = None if OmegaConf.is_interpolation(part, "data") else part.get("data")
+    return isinstance(data, DictConfig) and "generator" in data
+
+
+def _refused(error: OmegaConfBaseException, origin: str) -> UsageError:
+    key = getattr(error, "full_key", None) or origin
+    text = _line(getattr(error, "msg", None) or error)
+    return UsageError("DPA851", f"{origin}: {key}: {text}.", "Correct the value.")
+
+
+def _line(error: object) -> str:
+    """The first line of what a library says, short."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
 def _read(name_or_path: str) -> DictConfig:
     path = Path(name_or_path)
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
             raise UsageError("DPA851", f"there is no file {path}.", "Check the path.")
-        text = path.read_text(encoding="utf-8")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(
+                "DPA851", f"{path} cannot be read: {_line(error)}.", "Give a UTF-8 text file."
+            ) from error
     else:
         names = ready_configs()
         if name_or_path not in names:
@@ -299,7 +329,7 @@ def _read(name_or_path: str) -> DictConfig:
     try:
         read = OmegaConf.create(text)
     except Exception as error:
-        where = str(error).replace("\n", " ")
+        where = str(error).replace("\n", " ")[:400]
         raise UsageError(
             "DPA851", f"{name_or_path} is no valid YAML: {where}.", "Mend it."
         ) from error
@@ -313,7 +343,12 @@ def _dotlist(overrides: Sequence[str], known: list[str]) -> Iterator[tuple[DictC
         key, equals, _ = override.partition("=")
         if not equals or not key:
             raise UsageError("DPA851", f"{override!r} is no override.", "Write key=value.")
-        part = OmegaConf.from_dotlist([override])
+        try:
+            part = OmegaConf.from_dotlist([override])
+        except Exception as error:  # YAML's errors and OmegaConf's, a RecursionError too
+            raise UsageError(
+                "DPA851", f"{override[:200]!r} is no override: {_line(error)}.", "Write key=value."
+            ) from error
         _refuse_unknown(part, known, "the command line")
         yield part, override
 
@@ -322,7 +357,9 @@ def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
     for key in node:
         full = f"{prefix}{key}"
         yield full
-        if not OmegaConf.is_missing(node, key) and isinstance(node[key], DictConfig):
+        if OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key):
+            continue
+        if isinstance(node[key], DictConfig):
             yield from _keys(node[key], f"{full}.")
 
 

@@ -20,23 +20,19 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from dataproto_audit.auditor import Auditor
-from dataproto_audit.codes import UsageError
-from dataproto_audit.dump.run_folder import RunFolder, default_run_dir
+from dataproto_audit.dump.run_folder import RunFolder
 from dataproto_audit.findings import OUTCOME_KINDS, SEVERITIES, AuditError
-from dataproto_audit.policy import load_policy
 from dataproto_audit.render.terminal import Progress
-from dataproto_audit.trainer.backends.checkpoint import latest
 from dataproto_audit.trainer.callbacks import Callbacks
 from dataproto_audit.trainer.cpu import CpuMeter
-from dataproto_audit.trainer.data import open_data, warmup_batch
+from dataproto_audit.trainer.data import warmup_batch
 from dataproto_audit.trainer.evidence import SyncProbe, audit_settings
 from dataproto_audit.trainer.loop import STAGES, Loop
-from dataproto_audit.trainer.models import ModelFolder, prepare_model
 from dataproto_audit.trainer.parts import build_parts
-from dataproto_audit.trainer.prompts import PromptData
-from dataproto_audit.trainer.rewards import Scorer, open_scorer
+from dataproto_audit.trainer.preflight import Inputs, prepare, settle_model
+from dataproto_audit.trainer.resume import CHECKPOINTS, MODEL, Resumed
 from dataproto_audit.trainer.rollout.group import Rollout
-from dataproto_audit.trainer.validate import validate, world_size
+from dataproto_audit.trainer.validate import world_size
 from dataproto_audit.trainer.workers import hang
 from dataproto_audit.trainer.workers.cluster import cluster, ray_options
 from dataproto_audit.trainer.workers.group import WorkerGroup
@@ -44,16 +40,6 @@ from dataproto_audit.trainer.workers.spec import worker_spec
 
 MEAN_OVER = 3
 """First and last steps that ``reward_first`` and ``reward_last`` are means of."""
-
-
-@dataclass
-class Inputs:
-    """What a run is made of before any process starts; opening it finds most mistakes."""
-
-    model: ModelFolder
-    prompts: PromptData
-    validation: PromptData | None
-    score: Scorer
 
 
 @dataclass
@@ -72,28 +58,30 @@ def run(config: DictConfig, *, callbacks: Callbacks | None = None) -> Result:
         RunError: a worker, the engine, the reward function or the disk failed. Tables and
             checkpoints up to the last finished step are kept, and no process is left.
     """
-    validate(config)
     callbacks = callbacks or Callbacks()
     began = time.monotonic()
-    run_dir, checkpoint = _where(config)
     with ExitStack() as stack:
-        folder = stack.enter_context(
-            RunFolder.create(
-                run_dir,
-                config=OmegaConf.to_yaml(config),
-                existing=_existing(config, checkpoint),
-                resume_after=checkpoint.step if checkpoint else None,
-                also_owned=("trace", "checkpoints", "model"),
+        with tempfile.TemporaryDirectory(prefix="dpa-") as scratch:
+            prepared = prepare(config, Path(scratch))
+            place, inputs = prepared.place, prepared.inputs
+            checkpoint = place.checkpoint
+            folder = stack.enter_context(
+                RunFolder.create(
+                    place.run_dir,
+                    config=OmegaConf.to_yaml(config),
+                    existing=place.existing,
+                    resume_after=checkpoint.step if checkpoint else None,
+                    also_owned=("trace", CHECKPOINTS, MODEL),
+                )
             )
-        )
+            settle_model(config, inputs, folder.path)
         progress = stack.enter_context(Progress())
-        inputs = _open(config, folder.path / "model")
         auditor = Auditor(
             audit_settings(config, inputs.model.tokenizer, inputs.model.vocab_size),
             level=config.audit.level,
             on_fail=config.audit.on_fail,
             tables=folder.tables,
-            policy=load_policy(config.audit.policy),
+            policy=prepared.policy,
         )
         stack.enter_context(cluster(**ray_options(config)))
         stack.enter_context(_termination_interrupts())  # after Ray, which sets a handler of its own
@@ -104,9 +92,8 @@ def run(config: DictConfig, *, callbacks: Callbacks | None = None) -> Result:
         loop = _loop(config, inputs, workers, rollout, auditor, callbacks, progress, meter, folder)
         if checkpoint:
             loop.step = checkpoint.step
-            extra = workers.load_checkpoint(checkpoint.path).extra
-            inputs.prompts.check_identity(extra["data"])
-            loop.rewards += extra["rewards"]
+            workers.load_checkpoint(checkpoint.path)
+            loop.rewards += checkpoint.extra["rewards"]
         meter.start([os.getpid(), *workers.pids, int((rollout.info or {})["pid"])])
         progress.start(int(config.trainer.total_training_steps), STAGES, first_step=loop.step + 1)
         stopped_by: AuditError | None = None
@@ -124,9 +111,9 @@ def run(config: DictConfig, *, callbacks: Callbacks | None = None) -> Result:
 
 def plan(config: DictConfig) -> dict[str, Any]:
     """What a run would do, after checking all that can be checked without starting anything."""
-    validate(config)
-    with tempfile.TemporaryDirectory() as scratch:
-        inputs = _open(config, Path(scratch) / "model")
+    with tempfile.TemporaryDirectory(prefix="dpa-") as scratch:
+        prepared = prepare(config, Path(scratch))
+        inputs = prepared.inputs
         first = inputs.prompts.batch(1)
     roles, world = config.actor_rollout_ref, world_size(config)
     rows = config.data.train_batch_size * roles.rollout.n
@@ -150,55 +137,9 @@ def plan(config: DictConfig) -> dict[str, Any]:
         "engine": roles.rollout.name,
         "stages": [s for s in STAGES if s != "ref_log_prob" or roles.actor.use_kl_loss],
         "steps": config.trainer.total_training_steps,
+        "resumes_after": prepared.place.checkpoint.step if prepared.place.checkpoint else None,
         "audit": {"level": config.audit.level, "on_fail": config.audit.on_fail},
     }
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """The checkpoint that a run goes on from."""
-
-    path: Path
-    step: int
-
-
-def _where(config: DictConfig) -> tuple[Path, Resumed | None]:
-    """The run folder, and the checkpoint to go on from if one is asked for."""
-    trainer = config.trainer
-    if trainer.resume_mode == "path":
-        path = Path(trainer.resume_from_path)
-        found = latest(path.parent, only=path)
-        run_dir = Path(trainer.run_dir) if trainer.run_dir else path.parent.parent
-        return run_dir, Resumed(*found) if found else None
-    run_dir = Path(trainer.run_dir) if trainer.run_dir else default_run_dir(trainer.experiment_name)
-    if trainer.resume_mode == "auto":
-        if not trainer.run_dir:
-            raise UsageError(
-                "DPA851",
-                "trainer.resume_mode=auto looks into trainer.run_dir, which is not set.",
-                "Set trainer.run_dir to the folder of the run to go on with.",
-            )
-        found = latest(run_dir / "checkpoints")
-        return run_dir, Resumed(*found) if found else None
-    return run_dir, None
-
-
-def _existing(config: DictConfig, checkpoint: Resumed | None) -> Any:
-    if checkpoint:
-        return "resume"
-    fresh = config.trainer.overwrite or config.trainer.resume_mode == "auto"
-    return "overwrite" if fresh else "refuse"
-
-
-def _open(config: DictConfig, model_dir: Path) -> Inputs:
-    model = prepare_model(config.actor_rollout_ref.model, folder=model_dir)
-    validates = config.trainer.test_freq > 0 or config.trainer.val_before_train
-    return Inputs(
-        model=model,
-        prompts=open_data(config.data, model.tokenizer),
-        validation=open_data(config.data, model.tokenizer, split="val") if validates else None,
-        score=open_scorer(config.reward, model.tokenizer),
-    )
 
 
 def _start(
@@ -263,7 +204,7 @@ def _loop(
         prompts=inputs.prompts,
         validation=inputs.validation,
         score=inputs.score,
-        checkpoints=folder.path / "checkpoints",
+        checkpoints=folder.path / CHECKPOINTS,
         rewards=rewards,
         meter=meter,
     )

@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
 from omegaconf import DictConfig
 
-from dataproto_audit.auditor import LEVELS, ON_FAIL
 from dataproto_audit.codes import UsageError
+from dataproto_audit.trainer.ranges import check_each
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "audit.level": LEVELS,
-    "audit.on_fail": ON_FAIL,
-    "data.truncation": ("error", "left", "right"),
-    "data.prompt_style": ("verbatim", "expression"),
-    "actor_rollout_ref.actor.strategy": ("fsdp2",),
-    "actor_rollout_ref.actor.fsdp_config.wrap": ("root", "layer"),
-    "actor_rollout_ref.actor.optim.name": ("adamw", "sgd"),
-    "actor_rollout_ref.actor.loss_agg_mode": (
-        "token-mean",
-        "seq-mean-token-sum",
-        "seq-mean-token-mean",
-        "seq-mean-token-sum-norm",
-    ),
-    "actor_rollout_ref.rollout.name": ("vllm", "hf"),
-    "algorithm.adv_estimator": ("grpo",),
-    "trainer.resume_mode": ("disable", "auto", "path"),
-}
 GROUP_RELATIVE = ("grpo",)
 
 
 def validate(config: DictConfig) -> None:
-    """Raise :class:`UsageError` for the first value that cannot work, naming keys and numbers."""
-    _choices(config)
-    _positive(config)
+    """Raise :class:`UsageError` for the first value that cannot work, naming keys and numbers.
+
+    Nothing is opened and nothing started; what the data, the model and the run folder say comes
+    after (:func:`.preflight.prepare`).
+    """
+    check_each(config)
+    _one_machine(config)
+    _temperature(config)
+    _names(config)
+    _files(config.data)
     _groups(config)
     _divisible(config)
     _token_limits(config)
+    _lengths(config)
     _resume(config)
 
 
@@ -43,49 +37,53 @@ def world_size(config: DictConfig) -> int:
     return int(config.trainer.nnodes) * int(config.trainer.n_gpus_per_node)
 
 
-def _value(config: DictConfig, key: str) -> object:
-    node: object = config
-    for part in key.split("."):
-        node = getattr(node, part)
-    return node
-
-
-def _choices(config: DictConfig) -> None:
-    for key, choices in CHOICES.items():
-        value = _value(config, key)
-        if value not in choices:
-            listed = ", ".join(choices)
-            raise UsageError("DPA851", f"{key} is {value!r}.", f"Choose one of: {listed}.")
-
-
-def _positive(config: DictConfig) -> None:
-    for key in (
-        "data.train_batch_size",
-        "data.max_prompt_length",
-        "data.max_response_length",
-        "actor_rollout_ref.rollout.n",
-        "actor_rollout_ref.actor.ppo_mini_batch_size",
-        "actor_rollout_ref.actor.ppo_epochs",
-        "trainer.total_training_steps",
-        "trainer.n_gpus_per_node",
-        "trainer.nnodes",
-        "trainer.collective_timeout_s",
-    ):
-        value = _value(config, key)
-        if not isinstance(value, (int, float)) or value <= 0:
-            raise UsageError("DPA851", f"{key} is {value}.", "It must be positive.")
+def _one_machine(config: DictConfig) -> None:
     if config.trainer.nnodes != 1:
         raise UsageError(
             "DPA851",
             f"trainer.nnodes is {config.trainer.nnodes}; this trainer runs on one machine.",
             "Set it to 1. Runs over several nodes: attach to verl (docs/attaching.md).",
         )
+
+
+def _temperature(config: DictConfig) -> None:
     if config.actor_rollout_ref.rollout.temperature <= 0:
         raise UsageError(
             "DPA851",
             "actor_rollout_ref.rollout.temperature is 0 or less: training samples need chance.",
             "Set it above 0; validation has val_kwargs.temperature of its own.",
         )
+
+
+def _names(config: DictConfig) -> None:
+    name = config.trainer.experiment_name
+    if not name.strip() or "/" in name or "\\" in name or not name.isprintable():
+        raise UsageError(
+            "DPA851",
+            f"trainer.experiment_name is {name!r}; it names the run, not a folder.",
+            "Use letters, digits, dots and dashes; trainer.run_dir takes a path.",
+        )
+    if not config.actor_rollout_ref.model.tiny.charset:
+        raise UsageError(
+            "DPA851",
+            "actor_rollout_ref.model.tiny.charset is empty.",
+            "Use digits, arithmetic, ascii, or the characters themselves.",
+        )
+
+
+def _files(data: Any) -> None:
+    for key in ("train_files", "val_files"):
+        files = data[key]
+        listed: Any = [files] if isinstance(files, str) else files
+        if listed is None or listed == [""]:
+            continue
+        if not isinstance(listed, Sequence) or not all(isinstance(f, str) for f in listed):
+            raise UsageError(
+                "DPA851", f"data.{key} is {files!r}.", "Give the path of a file, or a list of them."
+            )
+        for file in listed:
+            if not Path(file).is_file():
+                raise UsageError("DPA857", f"{file}: no such file.", f"Check data.{key}.")
 
 
 def _groups(config: DictConfig) -> None:
@@ -130,6 +128,14 @@ def _divisible(config: DictConfig) -> None:
             f"Choose a divisor of {mini * n // world}.",
         )
 
+    warmup = config.warmup
+    if warmup.steps and warmup.batch_size % world:
+        raise UsageError(
+            "DPA854",
+            f"warmup.batch_size={warmup.batch_size} rows do not divide over {world} ranks.",
+            "Make warmup.batch_size a multiple of the number of ranks.",
+        )
+
 
 def _token_limits(config: DictConfig) -> None:
     longest = config.data.max_prompt_length + config.data.max_response_length
@@ -155,9 +161,41 @@ def _token_limits(config: DictConfig) -> None:
             )
 
 
+def _lengths(config: DictConfig) -> None:
+    """Prompt and response together fit into what the engine and the tiny model take."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    what = f"data.max_prompt_length + data.max_response_length = {longest}"
+    roles, key = config.actor_rollout_ref, "actor_rollout_ref.rollout.max_model_len"
+    limit = roles.rollout.max_model_len
+    if limit is not None and limit < longest:
+        raise UsageError(
+            "DPA851",
+            f"{key} is {limit}, less than {what}.",
+            f"Set it to {longest} or more, or leave it empty.",
+        )
+    tiny = "actor_rollout_ref.model.tiny.max_position_embeddings"
+    most = roles.model.tiny.max_position_embeddings
+    if roles.model.path:
+        return
+    if most < longest:
+        raise UsageError(
+            "DPA851", f"{tiny} is {most}, less than {what}.", f"Set it to {longest} or more."
+        )
+    if limit is not None and limit > most:
+        raise UsageError(
+            "DPA851", f"{key} is {limit}, more than {tiny}, {most}.", "Lower it, or raise that."
+        )
+
+
 def _resume(config: DictConfig) -> None:
     trainer = config.trainer
     if trainer.resume_mode == "path" and not trainer.resume_from_path:
         raise UsageError(
             "DPA851", "trainer.resume_mode=path needs a folder.", "Set trainer.resume_from_path."
+        )
+    if trainer.resume_mode == "auto" and not trainer.run_dir:
+        raise UsageError(
+            "DPA851",
+            "trainer.resume_mode=auto looks into trainer.run_dir, which is not set.",
+            "Set trainer.run_dir to the folder of the run to go on with.",
         )

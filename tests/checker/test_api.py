@@ -294,6 +294,14 @@ def test_batches_with_next_to_no_rows(rows: int, form: str) -> None:
     assert _own_faults(check(batch)) == []
 
 
+@pytest.mark.parametrize("given", [5, "x", {"step": 1}, True])
+def test_what_is_no_list_of_steps_or_batches_is_a_usage_error(given: Any) -> None:
+    with pytest.raises(UsageError, match=r"DPA857 history is a .*list of steps"):
+        check(None, history=given)
+    with pytest.raises(UsageError, match=r"DPA857 parts is a .*list of batches"):
+        check_concat(given)
+
+
 @pytest.mark.parametrize("history", [[None], [3], ["x"], [[1, 2]]])
 def test_a_history_that_is_none(history: Any) -> None:
     if history == [None]:

@@ -111,6 +111,18 @@ WRONG = [
     ("n", [3], "which is no whole number"),
     ("temperature", "hot", "which is no number"),
     ("temperature", True, "which is no number"),
+    ("temperature", float("nan"), "which is not finite"),
+    ("temperature", -0.5, "which is below 0"),
+    ("log_prob_mean", float("nan"), "which is not finite"),
+    ("log_prob_mean", float("inf"), "which is not finite"),
+    ("log_prob_token", -1, "which is below 0"),
+    ("gamma", 10**400, "which is not finite"),
+    ("n", 0, "which is below 1"),
+    ("n", -1, "which is below 1"),
+    ("world_size", -3, "which is below 1"),
+    ("max_token_len", -1, "which is below 1"),
+    ("stop_ids", -1, "which is below 0"),
+    ("stop_ids", [9, -1], "which is below 0"),
     ("multi_turn", "yes", "which is neither true nor false"),
     ("multi_turn", 2, "which is neither true nor false"),
     ("multi_turn", np.array([1, 0]), "which is neither true nor false"),
@@ -141,6 +153,13 @@ def test_a_wrong_kind_among_meta_entries_is_a_finding(name: str, value: Any, pro
     assert (finding.stage, finding.field, finding.severity, finding.actual) == (
         "prompts", f"meta_info.{name}", "fail", problem,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("top_k", -1), ("pad_id", -1), ("temperature", 0), ("stop_ids", [])]
+)
+def test_small_values_that_mean_something(name: str, value: Any) -> None:
+    assert getattr(read({name: value}), name) in (value, ())
 
 
 def test_a_wrong_meta_entry_that_the_configuration_replaces_is_not_looked_at() -> None:

@@ -82,7 +82,9 @@ def test_metrics_alone(tmp_path: Path) -> None:
     assert [(f.code, f.step) for f in checked.report] == [("DPA608", 2)]
 
 
-@pytest.mark.parametrize("text", ["", "\n", "{", "[1]", '{"a": 1}\n3'])
+@pytest.mark.parametrize(
+    "text", ["", "\n", "{", "[1]", '{"a": 1}\n3', '{"a": ' + "9" * 5000 + "}", "[" * 100_000]
+)
 def test_a_file_that_is_no_history(tmp_path: Path, text: str) -> None:
     path = tmp_path / "h.jsonl"
     path.write_text(text)
@@ -109,3 +111,28 @@ def test_what_cannot_be_read_is_a_usage_error(tmp_path: Path) -> None:
     for name in ("cut.pkl", "nowhere.pkl"):
         with pytest.raises(UsageError, match="DPA8"):
             list(check_file(tmp_path / name))
+
+
+def test_a_broken_file_does_not_hide_the_others_of_its_folder(tmp_path: Path) -> None:
+    save(tmp_path / "x.pkl", EARLY)
+    (tmp_path / "y.pkl").write_bytes(b"junk")
+    answers = check_file(tmp_path)
+    assert not next(answers).report.ok
+    with pytest.raises(UsageError, match=r"DPA810 .*y.pkl"):
+        next(answers)
+
+
+def test_a_file_without_a_known_field_is_no_clean_batch(tmp_path: Path) -> None:
+    other = history(tmp_path / "metrics.jsonl", {"a": 1, "name": "package"})
+    for path in (other, tmp_path):
+        with pytest.raises(UsageError, match=r"DPA857 .*only a, name.*--history"):
+            list(check_file(path))
+    save(tmp_path / "a.pkl")
+    [checked] = check_file(tmp_path)
+    assert (Path(checked.label).name, checked.report.ok) == ("a.pkl", True)
+
+
+def test_a_batch_without_any_field_is_checked_as_far_as_it_goes(tmp_path: Path) -> None:
+    DataProto(meta_info={"metrics": {}}).save_to_disk(tmp_path / "m.pkl")
+    [checked] = check_file(tmp_path / "m.pkl")
+    assert str(checked.report).startswith("nothing checked")

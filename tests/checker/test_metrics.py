@@ -63,3 +63,8 @@ def test_a_batch_is_no_step_of_metrics(step: Any) -> None:
 
 def test_an_empty_step_has_no_metrics() -> None:
     assert as_metrics({}) == {}
+
+
+def test_numbers_beyond_a_float_are_infinite() -> None:
+    found = as_metrics({"grad_norm": 10**400, "loss": -(10**400), "lr": 3})
+    assert found == {"actor/grad_norm": np.inf, "actor/pg_loss": -np.inf, "actor/lr": 3}

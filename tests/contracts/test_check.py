@@ -229,3 +229,12 @@ def test_a_jagged_field_of_another_kind_of_number():
     assert (found.code, found.field, found.causes) == ("DPA102", "old_log_probs", ("wrong_dtype",))
     floats = torch.nested.nested_tensor(rows, layout=torch.jagged)
     assert wrong_fields(BatchView.of({"batch": {"responses": ids, "old_log_probs": floats}})) == []
+
+
+def test_axes_and_kind_are_checked_though_sizes_are_unknown():
+    flat = BatchView.of({"batch": {"responses": torch.ones(2, dtype=torch.int64)}})
+    assert [(v.code, v.field) for v in wrong_fields(flat)] == [("DPA103", "responses")]
+    ids = {"position_ids": torch.ones(2, 3, 4, dtype=torch.int64)}
+    assert wrong_fields(BatchView.of({"batch": ids})) == []
+    floats = BatchView.of({"batch": {"input_ids": torch.ones(2, 4)}})
+    assert [(v.code, v.field) for v in wrong_fields(floats)] == [("DPA102", "input_ids")]

@@ -14,7 +14,14 @@ import yaml
 from dataproto_audit.codes import RunError, UsageError
 from dataproto_audit.dump import run_folder
 from dataproto_audit.dump.lock import LOCK_NAME
-from dataproto_audit.dump.run_folder import RunFolder, compact_run, default_run_dir, open_run
+from dataproto_audit.dump.run_folder import (
+    RunFolder,
+    compact_run,
+    default_run_dir,
+    open_run,
+    refuse_used,
+    run_files,
+)
 from dataproto_audit.dump.schema import TABLES
 from dataproto_audit.dump.tables import TableWriter
 
@@ -240,3 +247,24 @@ def test_default_names_are_safe_and_do_not_collide(tmp_path: Path) -> None:
     first.mkdir()
     assert default_run_dir("my exp/../é", root=tmp_path) != first
     assert default_run_dir("...", root=tmp_path).name.startswith("run-")
+
+
+def test_what_would_be_refused_can_be_asked_without_changing_anything(
+    tmp_path: Path, write_step: Write
+) -> None:
+    assert refuse_used(tmp_path / "new", "refuse") == []
+    assert not (tmp_path / "new").exists()
+    _finish_one(tmp_path, write_step)
+    before = {path.name for path in tmp_path.iterdir()}
+    with pytest.raises(UsageError, match="holds a finished run"):
+        refuse_used(tmp_path, "refuse")
+    assert refuse_used(tmp_path, "resume") == run_files(tmp_path)
+    assert set(run_files(tmp_path)) == before
+
+
+def test_a_dead_lock_without_a_run_is_in_nobody_s_way(tmp_path: Path, write_step: Write) -> None:
+    code = "import sys; from dataproto_audit.dump.lock import RunLock; RunLock.acquire(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    assert (tmp_path / LOCK_NAME).exists()
+    _finish_one(tmp_path, write_step)
+    assert open_run(tmp_path).ok

@@ -163,7 +163,7 @@ def test_other_objects_are_refused() -> None:
     with pytest.raises(UsageError, match="no trainer that can be attached to") as caught:
         attach(object())
     assert caught.value.code == "DPA859"
-    assert "use_v1" in str(caught.value)
+    assert "PPOTrainer" in str(caught.value)
 
 
 def test_wrong_settings_are_refused(verl: ModuleType) -> None:

@@ -89,13 +89,14 @@ make(module).fit()
     assert run.summary["verl"] == "0.7.1"
 
 
-def test_the_v1_trainer_is_told_to_be_unseen() -> None:
+def test_both_trainers_are_waited_for() -> None:
     done = python(
-        "import sys, types, dataproto_audit.verl_plugin as p\n"
-        "p._not_yet(types.ModuleType('verl'))",
+        "import sys, dataproto_audit.verl_plugin\n"
+        "print(sorted(f.name for f in sys.meta_path if type(f).__name__ == 'OnImport'))",
         DATAPROTO_AUDIT="1",
-    )  # fmt: skip
-    assert "use_v1=False" in done.stderr
+    )
+    assert "verl.trainer.ppo.ray_trainer" in done.stdout
+    assert "verl.trainer.ppo.v1.trainer_base" in done.stdout
 
 
 def test_the_entry_point_is_declared() -> None:

@@ -30,6 +30,7 @@ RECORDED = Options(recorded=True, micro_rows=4)
 SCENES: dict[str, Options] = {
     "tool_tokens_untrained": RECORDED,
     "masks_agree": RECORDED,
+    "packed_rows": RECORDED,
     "rows_over_ranks": RECORDED,
     "rows_over_micro_batches": RECORDED,
     "long_enough_to_split": RECORDED,
@@ -50,6 +51,8 @@ SCENES: dict[str, Options] = {
     "unscorable_rows": RECORDED,
     "returns_recomputed": Options(critic=True),
     "importance_weights": Options(correction=True),
+    "rollout_is_weights_finite": Options(correction=True),
+    "values_finite": Options(critic=True),
     "returns_cross_gaps": Options(multi_turn=True, response_width=8),
 }
 """The healthy step at which a probe comes to a verdict, where the plain one has no such thing."""

@@ -305,3 +305,58 @@ def test_a_logged_kl_that_cannot_be_judged(
     ran = audit(FAR, {AFTER: change}, until=AFTER, settings=settings)
     outcome = ran.outcome("logged_kl", AFTER)
     assert (outcome.kind, outcome.reason) == (kind, reason)
+
+
+# -- paths that average over micro-batches ---------------------------------------------------------
+
+
+def weighted_by_rows(scale: float = 1.0, **more: Any) -> Any:
+    """Losses as verl's legacy actor makes them: those of micro-batches, by their share of rows."""
+
+    def change(b: Boundary) -> Truth:
+        s, tensors = FAR.settings(), b.batch.batch
+        names = ("update_log_probs", "old_log_probs", "advantages", "response_mask", "ref_log_prob")
+        for number, loss in enumerate(b.evidence["losses"]):
+            total, start = 0.0, 0
+            for rank in b.evidence["ranks"]:
+                micros = [torch.tensor(m) + start for m in rank["indices"]]
+                micros = [m for m in micros if int(tensors["mini_batch"][m[0]]) == number]
+                rows = sum(len(m) for m in micros)
+                for m in micros:
+                    new, old, *parts, ref = (tensors[n][m] for n in names)
+                    old = new if more.get("old") == "new" else old
+                    made = policy_loss(
+                        new, old, *parts, ref_log_prob=ref, clip_ratio_low=s.clip_ratio_low,
+                        clip_ratio_high=s.clip_ratio_high, kl_loss_coef=s.kl_loss_coef,
+                    )  # fmt: skip
+                    total += float(made["total"]) * len(m) / rows / len(b.evidence["ranks"])
+                start += rank["rows"]
+            loss.clear()
+            loss.update(mini_batch=number, total=scale * total, split="rows", **more)
+        return Truth("losses")
+
+    return change
+
+
+@pytest.mark.parametrize("more", [{}, {"old": "new"}, {"eps": 2.0**-8}])
+def test_a_mean_over_micro_batches_is_recomputed_as_one(more: dict[str, Any]) -> None:
+    ran = audit(FAR, {AFTER: weighted_by_rows(**more)}, until=AFTER)
+    assert ran.outcome("loss_recomputed", AFTER).kind == "passed"
+    assert ran.outcome("loss_normaliser", AFTER).kind == "not_checkable"
+
+
+def test_a_mean_over_micro_batches_that_is_doubled_is_found() -> None:
+    finding = _loss_finding(weighted_by_rows(2.0))
+    assert finding.evidence["factor"] == pytest.approx(2.0, rel=1e-4)
+
+
+def test_a_mean_over_micro_batches_needs_to_know_them() -> None:
+    def change(b: Boundary) -> Truth:
+        weighted_by_rows()(b)
+        b.evidence["ranks"][0]["indices"] = b.evidence["ranks"][0]["indices"][1:]
+        return Truth("losses")
+
+    outcome = audit(FAR, {AFTER: change}, until=AFTER).outcome("loss_recomputed", AFTER)
+    assert (outcome.kind, outcome.reason) == (
+        "not_checkable", "not recorded: micro-batches that make up each mini-batch",
+    )  # fmt: skip

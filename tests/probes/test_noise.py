@@ -55,3 +55,9 @@ def test_the_mean_of_few_tokens_scatters() -> None:
     assert HALF_NOISE.mean_of(1) == pytest.approx(0.25)
     assert HALF_NOISE.mean_of(0) == HALF_NOISE.mean_of(1)
     assert HALF_NOISE.mean_of(10**6) == pytest.approx(0.0502)
+
+
+def test_a_bound_that_is_no_number_names_no_cell() -> None:
+    gap = np.ones((1, 2))
+    noise = Noise("told", None, 0.0, float("nan"), 0.1)
+    assert noise.exceeded(gap, gap, np.ones((1, 2), bool)) is None

@@ -56,6 +56,32 @@ def one_more_micro_batch(b: Boundary) -> Truth:
     return Truth("ranks")
 
 
+def packed(b: Boundary, **changes: Any) -> None:
+    for rank in b.evidence["ranks"]:
+        rank["packed"] = [
+            {"micro_batch": at, "mask": "none", "restarts": [True] * len(rows)} | changes
+            for at, rows in enumerate(rank["indices"])
+        ]
+
+
+def positions_go_on(b: Boundary) -> Truth:
+    """Of rank 1, which holds rows 8 to 15, all but the first row of its first micro-batch."""
+    packed(b)
+    first = b.evidence["ranks"][1]["packed"][0]
+    first["restarts"] = [True] + [False] * (len(first["restarts"]) - 1)
+    rows = b.evidence["ranks"][1]["indices"][0][1:]
+    return Truth("position_ids", tuple(sorted(8 + row for row in rows)))
+
+
+def mask_of_ones(b: Boundary) -> Truth:
+    """Micro-batches of one row may have one."""
+    packed(b, mask="all ones")
+    first, second = (rank["indices"] for rank in b.evidence["ranks"])
+    rows = [row for part in first if len(part) > 1 for row in part]
+    rows += [8 + row for part in second if len(part) > 1 for row in part]
+    return Truth("attention_mask", tuple(sorted(rows)))
+
+
 CASES = [
     case
     for stage in STAGES
@@ -69,6 +95,10 @@ CASES = [
              "on rank 1"),
         Case("micro_batch_counts", "DPA705", stage, one_more_micro_batch,
              "unequal_micro_batches", "micro-batches per rank [4, 3]"),
+        Case("packed_rows", "DPA706", stage, positions_go_on, "packed_rows_leak",
+             "go on from the row before"),
+        Case("packed_rows", "DPA706", stage, mask_of_ones, "packed_rows_leak",
+             "a mask of ones over"),
     )
 ] + [
     Case("micro_batch_partition", "DPA703", "old_log_prob", micro_batch_lost, "lost_micro_batch",
@@ -123,6 +153,16 @@ def test_micro_batches_that_are_cut_by_rows() -> None:
     assert (outcome.kind, outcome.reason) == (
         "not_applicable", "micro-batches are cut by rows, not by tokens",
     )  # fmt: skip
+
+
+def test_packed_rows_that_are_apart_are_fine() -> None:
+    def change(b: Boundary) -> Truth:
+        packed(b)
+        return Truth("")
+
+    ran = audit(change={"update_actor": change}, until="update_actor")
+    assert ran.outcome("packed_rows", "update_actor").kind == "passed"
+    assert ran.outcome("packed_rows", "old_log_prob").reason == "rows are not packed"
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -6,7 +6,7 @@ import torch
 
 from dataproto_audit import check
 from dataproto_audit.codes import UsageError
-from dataproto_audit.probes.recompute import model_of
+from dataproto_audit.probes.recompute import model_of, vocabulary_of
 from dataproto_audit.reference.logprobs import token_log_probs
 from dataproto_audit.testing.recipes import cook
 
@@ -121,3 +121,32 @@ def test_a_folder_is_loaded_once(model, batch, tmp_path):
     model.save_pretrained(tmp_path)
     assert model_of(tmp_path) is model_of(str(tmp_path))
     assert told(check(batch, model=tmp_path)) == {}
+
+
+def test_a_model_of_another_vocabulary_is_a_finding(model, batch):
+    batch["batch"]["old_log_probs"][3, 2] = float("nan")
+    batch["batch"]["input_ids"][1, 4] = 199
+    report = check(batch, model=model)
+    [found] = [f for f in report.findings if f.code == "DPA852"]
+    assert (found.field, found.severity, found.stage) == ("input_ids", "fail", "rollout")
+    assert found.actual == "ids up to 199, model has 64"
+    assert "DPA301" in {f.code for f in report.findings}, "what else is wrong is told too"
+    assert not [f for f in report.findings if f.code.startswith("DPA9")]
+    reason = "input_ids holds ids that the given model has no embedding for"
+    assert outcomes(report)["rollout_log_probs_recomputed"] == ("not_checkable", reason)
+
+
+def test_ids_below_zero_and_positions_beyond_the_model_are_not_recomputed(model, batch):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    batch["batch"]["input_ids"][1, 4] = -100
+    assert {kind for kind, _ in outcomes(check(batch, model=model)).values()} == {"not_checkable"}
+    short = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=3, n_embd=8, n_layer=1, n_head=1))
+    told = outcomes(check(cook("T", ()), model=short.eval()))
+    assert ("not_checkable", "position_ids go beyond the positions of the given model") in set(
+        told.values()
+    )
+
+
+def test_a_module_that_has_no_table_of_embeddings_is_not_judged():
+    assert vocabulary_of(torch.nn.Linear(2, 2)) is None

@@ -163,7 +163,7 @@ CASES = [
     _case(other_sign, "wrong_sign", "with the other sign", GAE),
     _case(one_advantage, "wrong_whitening", "estimator: gae", GAE),
     _case(one_return, "wrong_discount", "estimator: gae", GAE),
-    _case(not_finite, "non_finite", "actual    nan", GAE),
+    _case(not_finite, "non_finite", "actual    nan", GAE, also=("DPA420",)),
     _case(returns_of_whitened, "wrong_whitening", "whitened advantages plus values", GAE),
     _case(lost_in_front_of_replies, "returns_reset_at_gap", "again at every masked token", PLUS,
           also=("DPA416",)),

@@ -57,6 +57,17 @@ def test_no_lock_file(tracked_files: list[Path]) -> None:
     assert [path for path in tracked_files if path.name == "uv.lock"] == []
 
 
+def test_errors_for_users_come_with_a_remedy(package_files: dict[str, Path]) -> None:
+    bare = [
+        f"{name}:{call.lineno}"
+        for name, path in package_files.items()
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") in {"UsageError", "RunError"}
+        if len(call.args) + len(call.keywords) < 3
+    ]
+    assert not bare, "\n".join(bare)
+
+
 def test_everything_public_has_a_docstring(package_files: dict[str, Path]) -> None:
     missing = []
     for name, path in package_files.items():

@@ -14,7 +14,7 @@ PACKAGE = "dataproto_audit"
 # Lowest first. Inside DATA and ENTRY modules may import each other; elsewhere only within one name.
 DATA = (
     "catalogue", "codes", "findings", "_protocol", "protocol", "batch", "storage", "fingerprint",
-    "narrow", "fast", "policy", "atomic",
+    "narrow", "fast", "policy", "atomic", "progress",
 )  # fmt: skip
 ENTRY = ("cli", "pytest_plugin", "verl_plugin", "__main__", "__init__")
 LAYERS: tuple[tuple[str, ...], ...] = (
@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("auditor",),
     ("checker",),
     ("integrations", "trainer", "replay", "testing"),
+    ("doctor",),
     ENTRY,
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -106,3 +106,37 @@ def test_every_audit_level_can_be_given_on_the_command_line(level, tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text(f"trainer: {{total_training_steps: 3}}\naudit: {{level: {level}}}\n")
     assert load_config(str(file)).audit.level == level
+
+
+@pytest.mark.parametrize(
+    ("override", "fragment"),
+    [
+        ("a=[", "a=["),
+        ("data.generator_args=${foo}", "foo"),
+        ("trainer.seed=${data.nothing}", "data.nothing"),
+        ("data=5", "data"),
+        ("data=null", "data"),
+        ("data=${nowhere}", "nowhere"),
+        ("data.generator_args.size=" + "[" * 3000, "is no override"),
+    ],
+)
+def test_a_typo_that_only_a_library_sees_is_told_with_its_override(override, fragment):
+    with pytest.raises(UsageError) as caught:
+        load_config("quickstart", [override])
+    assert caught.value.code in ("DPA850", "DPA851")
+    assert fragment in str(caught.value)
+    assert len(str(caught.value)) < 700
+
+
+def test_a_value_may_refer_to_another_key():
+    config = load_config("quickstart", ["data.seed=7", "trainer.seed=${data.seed}"])
+    assert config.trainer.seed == 7
+
+
+def test_a_file_of_bytes_or_of_endless_brackets_is_refused(tmp_path):
+    file = tmp_path / "mine.yaml"
+    for content in (b"\xff\xfe\x00", b"a: " + b"[" * 3000):
+        file.write_bytes(content)
+        with pytest.raises(UsageError, match="DPA851") as caught:
+            load_config(str(file))
+        assert len(str(caught.value)) < 700

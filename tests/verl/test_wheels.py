@@ -69,3 +69,74 @@ def test_fit_makes_the_calls_in_our_order(version: str) -> None:
              "compute_data_metrics"]  # fmt: skip
     places = [made.index(name) for name in order]
     assert places == sorted(places)
+
+
+def classes(module: ast.Module) -> dict[str, ast.ClassDef]:
+    return {n.name: n for n in module.body if isinstance(n, ast.ClassDef)}
+
+
+def arguments(function: ast.FunctionDef) -> list[str]:
+    return [a.arg for a in (*function.args.args, *function.args.kwonlyargs)]
+
+
+ENGINE_WORKERS, FSDP = "verl/workers/engine_workers.py", "verl/workers/engine/fsdp"
+WORKERS = {
+    "0.7.1": [
+        ("verl/workers/actor/dp_actor.py", "DataParallelPPOActor", {
+            "compute_log_prob": "data", "update_policy": "data",
+            "_forward_micro_batch": "micro_batch", "_optimizer_step": "self"}),
+        ("verl/workers/actor/megatron_actor.py", "MegatronPPOActor", {
+            "compute_log_prob": "data", "make_minibatch_iterator": "data",
+            "update_policy": "dataloader", "forward_backward_batch": "data"}),
+    ],
+    "0.9.1": [],
+}  # fmt: skip
+BOTH = [
+    (ENGINE_WORKERS, "TrainingWorker", {"infer_batch": "data", "train_mini_batch": "data"}),
+    (f"{FSDP}/transformer_impl.py", "FSDPEngine", {
+        "forward_backward_batch": "data", "optimizer_step": "self",
+        "get_data_parallel_rank": "self", "get_data_parallel_size": "self"}),
+    (f"{FSDP}/transformer_impl.py", "FSDPEngineWithLMHead", {
+        "prepare_model_inputs": "micro_batch", "forward_step": "micro_batch"}),
+    ("verl/workers/engine/megatron/transformer_impl.py", "MegatronEngine", {
+        "forward_backward_batch": "data", "get_data_parallel_rank": "self",
+        "get_data_parallel_size": "self"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_workers_are_hooked_at_exists_and_takes_what_we_read(version: str) -> None:
+    for path, owner, methods in (*WORKERS[version], *BOTH):
+        found = functions(classes(tree(version, path))[owner])
+        for name, first in methods.items():
+            assert arguments(found[name])[0 if first == "self" else 1] == first, (owner, name)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_splits_are_looked_up_on_their_modules(version: str) -> None:
+    for kind in ("fsdp", "megatron"):
+        path = f"verl/workers/engine/{kind}/transformer_impl.py"
+        assert "prepare_micro_batches" in imported(tree(version, path))
+        assert "prepare_micro_batches" in calls(tree(version, path))
+
+
+def imported(module: ast.Module) -> set[str]:
+    return {a.name for n in ast.walk(module) if isinstance(n, ast.ImportFrom) for a in n.names}
+
+
+def test_the_legacy_actors_call_in_our_order() -> None:
+    """An argument's position is what the hook reads where it is not named."""
+    update = functions(
+        classes(tree("0.7.1", "verl/workers/actor/dp_actor.py"))["DataParallelPPOActor"]
+    )["update_policy"]
+    made = calls(update)
+    order = ["split", "_forward_micro_batch", "backward", "_optimizer_step"]
+    assert [made.index(name) for name in order] == sorted(made.index(name) for name in order)
+    module = tree("0.7.1", "verl/workers/actor/megatron_actor.py")
+    assert "rearrange_micro_batches" in imported(module)
+    takes = arguments(functions(classes(module)["MegatronPPOActor"])["forward_backward_batch"])
+    assert (takes[5], takes[6], takes[7]) == (
+        "use_dynamic_bsz",
+        "micro_batch_size",
+        "max_token_len",
+    )

@@ -145,4 +145,6 @@ def load(data: bytes) -> tuple[Any, tuple[str, ...]]:
         value = Values(NAMES, budget).value(run(file, NAMES.calls.keys()))
         if type(value) is int and value == LEGACY_MAGIC:
             value = read_legacy_body(file, NAMES, budget)
+        elif rest := len(data) - file.tell():
+            raise ValueError(f"{rest} bytes follow the end of its pickle")
     return value, tuple(budget.opaque)

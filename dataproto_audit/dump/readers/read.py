@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dataproto_audit._protocol.safe.explain import explained, read_bytes
+from dataproto_audit._protocol.safe.explain import explained, one_line, read_bytes
 from dataproto_audit._protocol.safe.load import Proto, Record, load, name_of
 from dataproto_audit._protocol.safe.tensordict_values import Fields
 from dataproto_audit.codes import UsageError
@@ -31,6 +31,7 @@ from dataproto_audit.dump.readers.saved import (
     of_proto,
     parts,
 )
+from dataproto_audit.dump.readers.walk import data_files, is_run_folder
 
 REMEDY = (
     "Read are files of DataProto.save_to_disk, torch.save, JSONL (also gzipped), parquet, and "
@@ -55,7 +56,7 @@ def read_batches(path: str | PathLike[str]) -> list[Saved]:
     folder, the first such file is reported; :func:`read_folder` reports all.
     """
     place = Path(path)
-    if place.is_dir():
+    if is_folder(place):
         folder = read_folder(place)
         if folder.unreadable:
             raise folder.unreadable[0]
@@ -70,7 +71,8 @@ def read_batches(path: str | PathLike[str]) -> list[Saved]:
 
 
 def read_folder(path: str | PathLike[str]) -> Folder:
-    """All batches under a folder, in the order of the run; text files and marks are passed over.
+    """All batches under a folder, in the order of the run; other files are passed over
+    (:mod:`.walk` says which), as are hidden folders, environments and run folders of ours.
 
     Keys and tags beside a store snapshot are part of it and do not count as files of their own.
     Errors: :class:`UsageError` when there is nothing to read.
@@ -78,9 +80,14 @@ def read_folder(path: str | PathLike[str]) -> Folder:
     root = Path(path)
     saved: list[Saved] = []
     unreadable: list[UsageError] = []
-    files = [file for file in sorted(root.rglob("*")) if file.is_file() and _is_data(file)]
+    if is_run_folder(root):
+        raise UsageError(
+            "DPA810", f"{shown(root)} is a run folder: it holds tables and no batches.",
+            "`dataproto-audit report` sums it up.",
+        )  # fmt: skip
+    files = data_files(root)
     if not files:
-        raise UsageError("DPA810", f"{root} holds no file of batches.", REMEDY)
+        raise UsageError("DPA810", f"{shown(root)} holds no file of batches.", REMEDY)
     for file in files:
         try:
             saved += read_batches(file)
@@ -90,10 +97,19 @@ def read_folder(path: str | PathLike[str]) -> Folder:
     return Folder(tuple(saved), tuple(unreadable))
 
 
-def _is_data(path: Path) -> bool:
-    skipped = path.suffix in TEXT or path.name.startswith((".", "stages.jsonl"))
-    mark = not path.suffix and not path.stat().st_size
-    return not (skipped or mark or path.name.endswith(".kvmeta.json"))
+def is_folder(path: Path) -> bool:
+    """True for a folder. Raises :class:`UsageError` for what can be no path at all."""
+    try:
+        return path.is_dir()
+    except OSError as error:
+        raise UsageError(
+            "DPA810", f"{one_line(path)} cannot be read: {error.strerror}.", "Check the path."
+        ) from error
+
+
+def shown(path: Path) -> str:
+    """A path without what its name could write to a terminal."""
+    return "".join(char if char.isprintable() else "?" for char in str(path))
 
 
 def _of_keys(path: Path) -> Saved:
@@ -109,7 +125,10 @@ def _of_bytes(path: Path, data: bytes) -> list[Saved]:
         raise ValueError("it is text")
     if data.startswith(b"\x1f\x8b") or data.lstrip(b" \t\r\n\xef\xbb\xbf")[:1] == b"{":
         return frameworks.of_rows(path, "jsonl", tables.json_rows(data))
-    value, opaque = load(data)
+    try:
+        value, opaque = load(data)
+    except IndexError as error:  # text: its letters are opcodes that take what was never put
+        raise ValueError("its bytes are neither a pickle nor an archive") from error
     found = list(_of_value(path, value, ""))
     if not found:
         raise ValueError(f"it holds a {name_of(value)} and no batch")
@@ -141,6 +160,9 @@ def _of_dict(path: Path, value: Mapping[Any, Any], place: str, hint: Hint) -> It
         yield saved.with_columns(columns_of(keys, tags), **rest)
     elif known := frameworks.of_dict(path, place, value):
         yield from known
+    elif isinstance(value.get("batch"), (Mapping, Fields)):
+        made = of_mapping(value)
+        yield Saved(path, place, "tensors", made, _with_step(hint, made["meta_info"]))
     elif any(isinstance(item, (torch.Tensor, Fields)) for item in value.values()):
         yield Saved(path, place, "tensors", of_mapping(value), _with_step(hint, value))
 

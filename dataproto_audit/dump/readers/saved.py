@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from dataproto_audit._protocol.build import object_array
 from dataproto_audit._protocol.safe.load import Proto
 from dataproto_audit._protocol.safe.tensordict_values import Fields, ObjectColumn, OneObject
+from dataproto_audit.storage import shared
 
 Kind = Literal["dataproto", "tensordict", "tensors", "jsonl", "parquet", "keys"]
 When = Literal["before", "after"]
@@ -143,6 +144,16 @@ def of_fields(saved: Fields, prefix: str = "") -> dict[str, Any]:
     return made
 
 
+def _as_tensors(fields: Mapping[Any, Any]) -> dict[Any, Any]:
+    """``fields`` with arrays of numbers as tensors, as ``check`` takes them, too."""
+    return {
+        name: shared(value)
+        if isinstance(value, np.ndarray) and value.ndim and value.dtype.kind in "iufb"
+        else value
+        for name, value in fields.items()
+    }
+
+
 def of_mapping(saved: Mapping[Any, Any]) -> dict[str, Any]:
     """The plain form of a dictionary: of tensors and columns, or one with DataProto's three keys.
 
@@ -150,7 +161,7 @@ def of_mapping(saved: Mapping[Any, Any]) -> dict[str, Any]:
     """
     if isinstance(saved.get("batch"), (Mapping, Fields)):
         inner = saved["batch"]
-        made = of_fields(inner) if isinstance(inner, Fields) else of_mapping(inner)
+        made = of_fields(inner) if isinstance(inner, Fields) else of_mapping(_as_tensors(inner))
         for name, value in dict(saved.get("non_tensor_batch") or {}).items():
             made["non_tensor_batch"][str(name)] = _rows(name, value)
         made["meta_info"].update(dict(saved.get("meta_info") or {}))

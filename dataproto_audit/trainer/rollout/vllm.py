@@ -10,6 +10,7 @@ Prompts come as ids and stop ids are explicit, so no tokenizer is loaded.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import time
@@ -78,6 +79,8 @@ class VllmEngine:
             self.generate(*_one_token(self.config.pad_id))
         except Exception as error:  # vLLM raises ValueError, RuntimeError and pydantic errors
             raise _refused(error) from error
+        finally:
+            _drop_meeting_file()
         gc.collect()
         gc.freeze()  # vLLM's import leaves some 10**6 objects that no collection needs to visit
         return {
@@ -190,6 +193,25 @@ class VllmEngine:
             )
         end = time.process_time()
         return replace(answer, cpu_s=end - cpu, evidence_cpu_s=end - loaded)
+
+
+def _drop_meeting_file() -> None:
+    """Remove the file through which vLLM's only process met itself (``/tmp/vllm_dist_*``).
+
+    torch removes it when the process ends in order, but an actor is killed. Nothing asks for it
+    once the groups are made (seen with vLLM 0.32).
+    """
+    import torch
+
+    distributed: Any = torch.distributed  # its stubs leave out stores and their paths
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    store = distributed.distributed_c10d._get_default_store()
+    while isinstance(store, distributed.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, distributed.FileStore):
+        with contextlib.suppress(OSError):
+            os.unlink(store.path)
 
 
 def _one_token(

@@ -13,38 +13,25 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # conditional there
 
+from dataproto_audit.progress import Note, describe, late_ranks
+
+__all__ = [
+    "Note",
+    "Notebook",
+    "describe",
+    "host_store",
+    "join_store",
+    "late_ranks",
+    "read_notes",
+    "report_on_signal",
+]
+
 STORE_TIMEOUT_S = 300.0
-
-
-@dataclass(frozen=True)
-class Note:
-    """Where a rank is. ``call`` numbers the driver's calls, ``count`` grows by one with every note
-    of a call, ``at`` is Unix time."""
-
-    rank: int
-    call: int
-    stage: str
-    count: int = 0
-    mini_batch: int = 0
-    micro_batch: int = 0
-    micro_batches: int = 0
-    state: str = "running"
-    at: float = 0.0
-
-    def __str__(self) -> str:
-        where = ""
-        if self.micro_batches:
-            where = (
-                f", mini-batch {self.mini_batch}, "
-                f"micro-batch {self.micro_batch + 1} of {self.micro_batches}"
-            )
-        ago = max(0.0, time.time() - self.at)
-        return f"rank {self.rank}: {self.stage} {self.state}{where}, {ago:.0f} s ago"
 
 
 def host_store(host: str) -> tuple[TCPStore, int]:
@@ -119,27 +106,6 @@ def read_notes(store: Store, *, world_size: int) -> list[Note | None]:
     return notes
 
 
-def late_ranks(
-    notes: Sequence[Note | None], *, call: int, waiting: Sequence[int] = ()
-) -> list[int]:
-    """The ranks that the others wait for in ``call``, as far as notes tell.
-
-    Ranks that have not begun the call; else ranks that finished it while others still run (they
-    ran fewer micro-batches); else those with the least progress. Of ranks that are level, those
-    not in ``waiting`` (ranks that reported a time-out themselves).
-    """
-    current = [note if note is not None and note.call == call else None for note in notes]
-    absent = [rank for rank, note in enumerate(current) if note is None]
-    finished = [note.rank for note in current if note is not None and note.state == "finished"]
-    if absent or (finished and len(finished) < len(notes)):
-        return absent or finished
-    counts = [note.count for note in current if note is not None]
-    behind = [rank for rank, count in enumerate(counts) if count == min(counts)]
-    if len(behind) == len(notes):
-        behind = [rank for rank in behind if rank not in waiting] or behind
-    return behind
-
-
 def report_on_signal(notes: Callable[[], Sequence[Note | None]]) -> None:
     """From now on SIGUSR1 makes this process write ``notes()`` to stderr. Main thread only."""
 
@@ -147,12 +113,3 @@ def report_on_signal(notes: Callable[[], Sequence[Note | None]]) -> None:
         print(describe(notes()), file=sys.stderr, flush=True)
 
     signal.signal(signal.SIGUSR1, report)
-
-
-def describe(notes: Sequence[Note | None]) -> str:
-    """One line a rank."""
-    lines = [
-        f"rank {rank}: no note yet" if note is None else str(note)
-        for rank, note in enumerate(notes)
-    ]
-    return "\n".join(lines)

@@ -274,6 +274,9 @@ class Unknown:
         ("f.txt", b"hello", "it is text"),
         ("f.pkl", pickle.dumps(3), "it holds a int and no batch"),
         ("f.pkl", pickle.dumps({"a": 1}), "it holds a dict and no batch"),
+        ("f", b"a: 1\n", "neither a pickle nor an archive"),
+        ("f.num", b"5\n", "DPA810"),
+        ("f.pkl", pickle.dumps({"x": torch.ones(1)}) + b"junk", "4 bytes follow the end"),
         ("f.jsonl", b'{"a": 1}\n[1]\n', "line 2 is a list, not an object"),
         ("f.jsonl", b'{"a": 1}\n{"a": \n', "line 2, column 7"),
         ("f.parquet", b"PAR1xxxx", "DPA810"),
@@ -299,3 +302,24 @@ def test_paths_that_are_no_files(tmp_path):
     (tmp_path / "empty.pkl").touch()
     with pytest.raises(UsageError, match=r"empty \(0 bytes\): its writer failed"):
         read_batches(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["pickle", "torch"])
+def test_a_mapping_of_the_three_parts(how, tmp_path):
+    tensors = {"x": torch.arange(6).reshape(3, 2), "y": np.arange(3.0)}
+    made = {"batch": tensors, "non_tensor_batch": {"u": np.array(["a", "b", "c"], object)},
+            "meta_info": {"global_steps": 4}}  # fmt: skip
+    if how == "torch":
+        torch.save(made, tmp_path / "f")
+    else:
+        (tmp_path / "f").write_bytes(pickle.dumps(made))
+    saved = only(tmp_path / "f")
+    assert set(saved.tensors) == {"x", "y"}
+    assert torch.equal(saved.tensors["y"], torch.arange(3, dtype=torch.float64))
+    assert list(saved.arrays["u"]) == ["a", "b", "c"]
+    assert (saved.meta, saved.hint.step) == ({"global_steps": 4}, 4)
+
+
+def test_a_path_that_can_be_none(tmp_path):
+    with pytest.raises(UsageError, match=r"DPA810 .*File name too long"):
+        read_batches(tmp_path / ("x" * 5000))

@@ -109,3 +109,18 @@ def test_writing_again_makes_the_old_index_invalid_first(tmp_path):
 def test_the_index_is_plain_json(tmp_path):
     write(tmp_path)
     assert json.loads((tmp_path / checkpoint.INDEX).read_text())["world_size"] == 2
+
+
+def test_files_are_compared_with_the_index_without_being_opened(tmp_path):
+    write(tmp_path)
+    index = read(tmp_path)
+    checkpoint.verify_files(tmp_path, index.files)
+    file = tmp_path / index.files[1].name
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(bytes(data))
+    with pytest.raises(UsageError, match=r"DPA804 .*rank_0001\.safetensors is not the file"):
+        checkpoint.verify_files(tmp_path, index.files)
+    file.unlink()
+    with pytest.raises(UsageError, match=r"DPA804 .*rank_0001"):
+        checkpoint.verify_files(tmp_path, index.files)

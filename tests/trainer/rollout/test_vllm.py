@@ -7,7 +7,12 @@ import torch
 
 from dataproto_audit.trainer.rollout import vllm_weights
 from dataproto_audit.trainer.rollout.base import EngineConfig
-from dataproto_audit.trainer.rollout.vllm import _engine_arguments, _refused, _used
+from dataproto_audit.trainer.rollout.vllm import (
+    _drop_meeting_file,
+    _engine_arguments,
+    _refused,
+    _used,
+)
 
 CONFIG = EngineConfig("folder", stop_ids=(2,), pad_id=0, max_model_len=64)
 
@@ -75,3 +80,22 @@ def test_what_was_used_is_read_from_the_request():
     used = _used(settings, 11)
     assert used["temperature"] == 0.7
     assert (used["seed"], used["stop_token_ids"]) == (11, [2])
+
+
+def test_the_file_through_which_the_engine_met_itself_is_removed(tmp_path, monkeypatch):
+    path = tmp_path / "vllm_dist_1"
+    store = torch.distributed.FileStore(str(path), 1)
+    store.set("a", "b")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    c10d = torch.distributed.distributed_c10d
+    monkeypatch.setattr(
+        c10d, "_get_default_store", lambda: torch.distributed.PrefixStore("p", store)
+    )
+    assert path.exists()
+    _drop_meeting_file()
+    assert not path.exists()
+    _drop_meeting_file()
+
+
+def test_no_file_is_looked_for_where_nothing_was_set_up():
+    _drop_meeting_file()

@@ -20,13 +20,14 @@ MAX_NEW = 16
 class TinyServer:
     """A causal model that answers one request after the other."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, replica: int = 0) -> None:
         from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(1)
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         self.seen: Counter[tuple[int, ...]] = Counter()
         self.step = None
+        self.replica = f":{replica}" if replica else ""  # replicas draw other samples
 
     async def ready(self) -> bool:
         """The model is loaded."""
@@ -40,7 +41,7 @@ class TinyServer:
         """
         prompt = tuple(int(i) for i in prompt_ids)
         self.seen[prompt] += 1
-        text = f"{self.step}:{self.seen[prompt]}:{prompt}".encode()
+        text = f"{self.step}:{self.seen[prompt]}:{prompt}{self.replica}".encode()
         seed = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
         ids, log_probs = self._sample(list(prompt), dict(sampling_params), seed)
         wanted = sampling_params.get("logprobs") not in (None, False)
@@ -101,7 +102,7 @@ class TinyReplica(RolloutReplica):
         path = model.get("path") if hasattr(model, "get") else model.path
         name = NAME.format(self.replica_rank)
         actor = ray.remote(TinyServer).options(name=name, num_cpus=0, max_concurrency=64)
-        self._server_handle = actor.remote(str(path))
+        self._server_handle = actor.remote(str(path), self.replica_rank)
         await self._server_handle.ready.remote()
         self.servers = [self._server_handle]
         self._server_address = f"tiny-{self.replica_rank}"

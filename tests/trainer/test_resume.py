@@ -1,0 +1,150 @@
+"""Where a run writes and what it goes on from: nothing of a run is ever deleted unasked."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from dataproto_audit.codes import UsageError
+from dataproto_audit.dump.layout import ENVIRONMENT, SUMMARY
+from dataproto_audit.trainer.backends import checkpoint
+from dataproto_audit.trainer.config import load_config
+from dataproto_audit.trainer.resume import find_place
+
+
+def configured(run_dir, *overrides, mode="auto"):
+    given = [f"trainer.run_dir={run_dir}", f"trainer.resume_mode={mode}", *overrides]
+    return load_config("quickstart", given)
+
+
+def write_checkpoint(folder, *, step, ranks=2, extra=None):
+    files = [
+        checkpoint.write_rank_file(folder, rank=rank, tensors={"a": torch.zeros(4)})
+        for rank in range(ranks)
+    ]
+    extra = {"data": {}, "rewards": [0.5] * step} if extra is None else extra
+    checkpoint.write_index(folder, files, step=step, layout={"strategy": "fsdp2"}, extra=extra)
+
+
+@pytest.fixture
+def ended(tmp_path):
+    """The folder of a run of three steps with a checkpoint after each."""
+    folder = tmp_path / "run"
+    for step in (1, 2, 3):
+        write_checkpoint(folder / "checkpoints" / f"step_{step:06d}", step=step)
+    (folder / ENVIRONMENT).write_text("{}")
+    (folder / SUMMARY).write_text("{}")
+    return folder
+
+
+def tree(folder):
+    return {str(path): path.stat().st_size for path in Path(folder).rglob("*")}
+
+
+def refused(config, code, *fragments):
+    before = tree(config.trainer.run_dir)
+    with pytest.raises(UsageError) as caught:
+        find_place(config)
+    assert caught.value.code == code
+    for fragment in fragments:
+        assert fragment in str(caught.value)
+    assert tree(config.trainer.run_dir) == before
+
+
+def test_auto_goes_on_from_the_newest(ended):
+    place = find_place(configured(ended))
+    assert place.existing == "resume"
+    assert (place.checkpoint.step, place.checkpoint.path.name) == (3, "step_000003")
+    assert place.checkpoint.extra["rewards"] == [0.5] * 3
+
+
+def test_auto_starts_where_there_is_nothing(tmp_path):
+    place = find_place(configured(tmp_path / "new"))
+    assert (place.existing, place.checkpoint) == ("refuse", None)
+    (tmp_path / "notes.txt").write_text("of others")
+    assert find_place(configured(tmp_path)).existing == "refuse"
+
+
+def test_auto_passes_over_a_checkpoint_that_was_not_finished(ended):
+    (ended / "checkpoints" / "step_000003" / checkpoint.INDEX).unlink()
+    assert find_place(configured(ended)).checkpoint.step == 2
+
+
+def test_auto_refuses_where_no_index_can_be_read(ended):
+    for index in ended.rglob(checkpoint.INDEX):
+        index.write_bytes(index.read_bytes()[:20])
+    refused(configured(ended), "DPA804", "step_000001", "nothing to go on from", "--overwrite")
+    assert find_place(configured(ended, "trainer.overwrite=true")).existing == "overwrite"
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_auto_refuses_a_run_without_checkpoints(tmp_path, finished):
+    (tmp_path / ENVIRONMENT).write_text("{}")
+    if finished:
+        (tmp_path / SUMMARY).write_text("{}")
+    refused(configured(tmp_path), "DPA801", "without a checkpoint", "--overwrite")
+
+
+def test_without_resume_a_run_is_refused_or_overwritten_as_told(ended):
+    refused(configured(ended, mode="disable"), "DPA801", "finished run")
+    replaced = find_place(configured(ended, "trainer.overwrite=true", mode="disable"))
+    assert (replaced.existing, replaced.checkpoint) == ("overwrite", None)
+
+
+def test_a_path_goes_on_in_its_own_run_unless_another_is_named(ended, tmp_path):
+    given = f"trainer.resume_from_path={ended / 'checkpoints' / 'step_000002'}"
+    own = find_place(configured("null", given, mode="path"))
+    assert (own.run_dir, own.existing, own.checkpoint.step) == (ended, "resume", 2)
+    new = find_place(configured(tmp_path / "new", given, mode="path"))
+    assert (new.run_dir, new.existing, new.checkpoint.step) == (tmp_path / "new", "refuse", 2)
+
+
+def test_a_path_does_not_cut_into_another_run(ended, tmp_path):
+    given = f"trainer.resume_from_path={ended / 'checkpoints' / 'step_000002'}"
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / ENVIRONMENT).write_text("{}")
+    refused(configured(other, given, mode="path"), "DPA801", "did not finish")
+
+
+def test_a_path_that_is_not_there_is_refused(tmp_path):
+    given = "trainer.resume_from_path=/nonexistent/step_000001"
+    refused(configured(tmp_path, given, mode="path"), "DPA804", "/nonexistent")
+
+
+def test_a_checkpoint_of_other_ranks_is_refused_before_anything_starts(ended):
+    config = configured(ended, "trainer.n_gpus_per_node=4")
+    refused(config, "DPA804", "of 2 ranks, this run has 4")
+
+
+def test_a_damaged_rank_file_is_refused_before_anything_starts(ended):
+    file = ended / "checkpoints" / "step_000003" / "rank_0001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(bytes(data))
+    refused(configured(ended), "DPA804", "rank_0001.safetensors", "an earlier one")
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_nothing_left_to_train_is_refused(ended, steps):
+    config = configured(ended, f"trainer.total_training_steps={steps}")
+    refused(config, "DPA851", f"is {steps}", "of step 3", "above 3")
+
+
+@pytest.mark.parametrize("extra", [{}, {"data": 1, "rewards": []}])
+def test_a_checkpoint_of_something_else_is_refused(tmp_path, extra):
+    write_checkpoint(tmp_path / "checkpoints" / "a", step=1, extra=extra)
+    refused(configured(tmp_path), "DPA804", "not written by train")
+
+
+@pytest.mark.parametrize("name", ["checkpoints/step_000001", "model/weights"])
+def test_folders_of_our_names_without_a_run_are_not_written_over(tmp_path, name):
+    (tmp_path / name).mkdir(parents=True)
+    refused(configured(tmp_path, mode="disable"), "DPA801", name.partition("/")[0])
+
+
+def test_a_file_in_the_way_is_named(tmp_path):
+    file = tmp_path / "run"
+    file.write_text(json.dumps({}))
+    refused(configured(file, mode="disable"), "DPA801", "a file of that name")
