@@ -21,7 +21,7 @@ from dataproto_audit.probes.advantage_causes import (
     Rule,
     explain_group_advantages,
 )
-from dataproto_audit.probes.context import Context, filling_rows, group_codes
+from dataproto_audit.probes.context import Context, filling_rows, group_codes, group_sizes
 from dataproto_audit.probes.registry import probe, unchecked
 from dataproto_audit.probes.scan import any_of, per_row, some
 from dataproto_audit.reference import rules
@@ -62,10 +62,7 @@ def _groups(view: BatchView, ctx: Context) -> Any:
 
 def _cut(view: BatchView, ctx: Context) -> bool:
     """Whether groups have other sizes than n, as those of one rank's rows."""
-    filling = filling_rows(view)
-    codes = group_codes(view, ctx)[0]
-    counts = np.bincount(codes if filling is None else codes[~filling])
-    n = ctx.settings.n
+    counts, n = group_sizes(view, ctx), ctx.settings.n
     return n is not None and n > 1 and bool(((counts != n) & (counts > 0)).any())
 
 

@@ -222,6 +222,14 @@ def group_codes(view: BatchView, ctx: Context) -> tuple[NDArray[np.int64], list[
     return found[0], found[1]
 
 
+def group_sizes(view: BatchView, ctx: Context) -> NDArray[np.int64]:
+    """Rows of each group of :func:`group_codes`, those that only fill the batch up left out."""
+    codes, uids = group_codes(view, ctx)
+    filling = filling_rows(view)
+    counted = codes if filling is None else codes[~filling]
+    return np.bincount(counted, minlength=len(uids)).astype(np.int64, copy=False)
+
+
 def filling_field(view: BatchView) -> str | None:
     """The field that flags rows which only fill the batch up: ``is_padding`` or ``is_pad``."""
     return next((name for name in ("is_padding", "is_pad") if name in view), None)

@@ -11,7 +11,7 @@ import numpy as np
 
 from dataproto_audit.batch import BatchView, Block
 from dataproto_audit.findings import Finding
-from dataproto_audit.probes.context import Context, filling_rows, group_codes
+from dataproto_audit.probes.context import Context, group_codes, group_sizes
 from dataproto_audit.probes.registry import probe
 
 
@@ -22,8 +22,7 @@ def group_size(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Itera
     A batch whose rows are no multiple of n is a piece of one, where groups may be cut: ``info``.
     """
     codes, uids = group_codes(view, ctx)
-    filling, n = filling_rows(view), ctx.settings.n
-    counts = np.bincount(codes if filling is None else codes[~filling], minlength=len(uids))
+    counts, n = group_sizes(view, ctx), ctx.settings.n
     wrong = np.flatnonzero((counts != n) & (counts > 0))
     counts = counts[counts > 0]
     if len(wrong):
