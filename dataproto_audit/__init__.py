@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dataproto_audit.auditor import Auditor
-    from dataproto_audit.checker import check, check_concat, check_union
+    from dataproto_audit.checker import check, check_concat, check_dump, check_union
     from dataproto_audit.contracts.fields import Field
     from dataproto_audit.contracts.stages import Stage
     from dataproto_audit.dump.run_folder import open_run
@@ -35,6 +35,7 @@ _HOME = {
     "attach": "integrations.attach",
     "check": "checker",
     "check_concat": "checker",
+    "check_dump": "checker",
     "check_union": "checker",
     "debug_metrics": "probes.probability",
     "open_run": "dump.run_folder",
@@ -54,6 +55,7 @@ __all__ = [
     "attach",
     "check",
     "check_concat",
+    "check_dump",
     "check_union",
     "debug_metrics",
     "open_run",

@@ -10,7 +10,7 @@
 
 Levels: ``off`` checks nothing (metrics are still written), ``shape`` checks declarations and row
 relations, ``full`` also runs the probes. An error inside this package never reaches the training
-loop: it becomes a ``DPA9xx`` finding once, and the check that failed is switched off.
+loop: it becomes a ``DPA9xx`` finding once and switches off the check.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from typing import Any, Literal
 import numpy as np
 
 from dataproto_audit.batch import BatchView
-from dataproto_audit.codes import RunError, UsageError
+from dataproto_audit.codes import RunError
 from dataproto_audit.contracts.check import (
     Violation,
     missing_fields,
     unchecked,
     wrong_fields,
 )
-from dataproto_audit.contracts.stages import STAGES, Stage
+from dataproto_audit.contracts.stages import Stage, declared
 from dataproto_audit.contracts.trail import Crossing, Trail
 from dataproto_audit.dump.tables import TableWriter
+from dataproto_audit.dump.trace import TraceWriter
 from dataproto_audit.findings import (
     AuditError,
     Finding,
@@ -70,9 +71,9 @@ log = logging.getLogger("dataproto_audit")
 class Auditor:
     """Checks every boundary of a run and keeps its totals.
 
-    ``tables`` receives the records of each step; without it nothing is written. ``on_fail`` decides
-    what a finding of severity ``fail`` does: ``raise`` :class:`AuditError`, ``warn`` through
-    :mod:`logging`, or ``record`` only. ``policy`` leaves out codes and sets severities.
+    ``tables`` receives the records of each step and ``trace`` its batches; without them nothing is
+    written. ``on_fail`` says what a finding of severity ``fail`` does: ``raise`` AuditError,
+    ``warn`` through logging, or ``record``. ``policy`` leaves out codes and sets severities.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Auditor:
         level: Level = "full",
         on_fail: OnFail = "raise",
         tables: TableWriter | None = None,
+        trace: TraceWriter | None = None,
         probes: Mapping[str, Probe] | None = None,
         policy: Policy | None = None,
     ) -> None:
@@ -95,7 +97,7 @@ class Auditor:
             )
         self.level: Level = level
         self.on_fail: OnFail = on_fail
-        self.recorder = StepRecorder(tables)
+        self.recorder = StepRecorder(tables, trace)
         self.probes = dict(PROBES if probes is None else probes)
         self.history: dict[str, list[float]] = {}
         self.outcomes: Counter[str] = Counter()
@@ -155,6 +157,7 @@ class Auditor:
             values.append(number)
             del values[:-HISTORY]
         self._write_step()
+        self._traced(self.recorder.end_trace, report, self._metrics)
         self.cpu_s += time.thread_time() - start
         self._react(report)
         return report
@@ -195,8 +198,7 @@ class Auditor:
     ) -> Report:
         """Check ``batch`` as it enters or leaves ``stage``.
 
-        Of a ``partial`` batch some fields may have been left out: they are missing knowledge then,
-        and no finding.
+        What a ``partial`` batch lacks is missing knowledge, and no finding.
 
         ``evidence`` is what the producer knows beside the batch (rank notes, loss terms...); the
         batch's meta entries count as evidence too. Raises :class:`AuditError` when a finding
@@ -212,7 +214,7 @@ class Auditor:
                 view = BatchView.of(batch)
                 if self.policy.aliases:
                     view = view.under(self.policy.renamed())
-                self._boundary(_declared(stage), view, when, evidence, report, partial)
+                self._boundary(declared(stage), view, when, evidence, report, partial)
             if report.findings:
                 self._react(report)
         finally:
@@ -264,6 +266,12 @@ class Auditor:
         if crossing is not None:
             self._guarded("DPA903", "tables", report, self.recorder.boundary, stage, crossing,
                           context, report)  # fmt: skip
+            self._traced(self.recorder.trace, stage, crossing, context, report, self._trail.keys)
+        self._count(report)
+
+    def _traced(self, record: Callable[..., Any], *args: Any) -> None:
+        report = Report()
+        self._guarded("DPA905", "trace", report, record, *args)
         self._count(report)
 
     def _context(self, stage: str, when: When, evidence: Mapping[str, Any]) -> Context:
@@ -377,9 +385,9 @@ class Auditor:
             return None
         try:
             return run(*args)
-        except RunError:
-            raise
-        except Exception as error:  # noqa: BLE001 - fail-open by design; reported as DPA9xx
+        except Exception as error:  # fail-open by design; reported as DPA9xx
+            if isinstance(error, RunError) and code != "DPA905":
+                raise
             self._own_fault(code, name, error, report)
             if code == "DPA903":
                 self.recorder.give_up(self.step or 0)
@@ -390,11 +398,3 @@ class Auditor:
         log.error("%s in %s, which is switched off from now on", code, name, exc_info=error)
         self._outcome(report, name, code, "not_checkable", type(error).__name__)
         report.findings.append(own_fault(code, name, self.step, error))
-
-
-def _declared(stage: str) -> type[Stage]:
-    if stage not in STAGES:
-        raise UsageError(
-            "DPA851", f"unknown stage {stage!r}.", f"Declared are {', '.join(STAGES)}."
-        )
-    return STAGES[stage]

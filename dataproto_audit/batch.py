@@ -22,12 +22,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dataproto_audit.codes import UsageError
-from dataproto_audit.fingerprint import Hashes, row_hash
+from dataproto_audit.fingerprint import Hashes, row_hashes
 from dataproto_audit.policy import refuse_hidden
 from dataproto_audit.storage import (
     dense,
     is_plain_jagged,
     jagged_values,
+    laid_out,
     listed,
     ragged_rows,
     shared,
@@ -280,10 +281,15 @@ class BatchView:
 
     def row_hashes(self, name: str) -> Hashes:
         """Fingerprint of each row of a tensor field (one that has an axis of rows)."""
-        found = self._hashes.get(name)
-        if found is None:
-            found = self._hashes[name] = row_hash(np.atleast_1d(self.numpy(name)))
-        return found
+        if name not in self._hashes:
+            self.hash_rows([name])
+        return self._hashes[name]
+
+    def hash_rows(self, names: Iterable[str]) -> None:
+        """Take the fingerprints of all these fields at once, which is cheaper than one by one."""
+        news = [name for name in names if name not in self._hashes]
+        arrays = [np.atleast_1d(self.numpy(name)) for name in news]
+        self._hashes.update(zip(news, row_hashes(arrays), strict=True))
 
     def take_over(self, name: str, previous: BatchView) -> None:
         """Take over what ``previous`` computed of a tensor that is known to be unchanged."""
@@ -315,13 +321,7 @@ class BatchView:
         elif name in FULL_FIELDS and "prompts" in self.tensors:
             left = self.side_lengths("prompts")
             start, width = start + prompt - left, prompt + response
-        row = np.repeat(np.arange(len(lengths)), lengths)
-        first = np.repeat(np.cumsum(lengths) - lengths, lengths)
-        column = np.arange(len(row)) - first + np.repeat(start, lengths)
-        fits = (column >= 0) & (column < width)
-        out = np.zeros((len(lengths), width, *values.shape[1:]), values.dtype)
-        out[row[fits], column[fits]] = values[fits]
-        return out
+        return laid_out(values, lengths, start, width)
 
     @cached_property
     def attention(self) -> Array | None:

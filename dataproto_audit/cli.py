@@ -6,6 +6,7 @@ this package, 130 interrupted. With ``--json`` stdout carries one JSON document 
 
 from __future__ import annotations
 
+import difflib
 import json
 import sys
 import traceback
@@ -17,6 +18,7 @@ import typer
 
 from dataproto_audit import __version__
 from dataproto_audit.codes import CODES, CodedError, InternalError, UsageError
+from dataproto_audit.commands import compare_backends, reduce, traces
 
 app = typer.Typer(
     name="dataproto-audit",
@@ -222,6 +224,9 @@ def _check_cases(path: Path, as_json: bool) -> None:
 def show(
     path: Annotated[Path, typer.Argument(help="A saved batch, or a folder of them.")],
     row: Annotated[list[int] | None, typer.Option("--row", help="Show this row's tokens.")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Folder of a tokenizer, to show tokens as text.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print what a saved batch holds; nothing of the file is executed."""
@@ -230,25 +235,35 @@ def show(
     from dataproto_audit.dump.readers import read_batches
     from dataproto_audit.render import show as shown
 
+    decode = reduce.decoder(tokenizer) if tokenizer else None
     for saved in read_batches(path):
         if as_json:
-            _print_json(shown.show_dict(saved, rows=row or ()))
+            _print_json(shown.show_dict(saved, rows=row or (), decode=decode))
         else:
-            Console().print(shown.show(saved, rows=row or ()))
+            Console().print(shown.show(saved, rows=row or (), decode=decode))
 
 
 @app.command()
 def selftest(
     seed: Annotated[int, typer.Option(help="Seed of the simulated batches.")] = 0,
     misses: Annotated[bool, typer.Option("--misses", help="List what was missed.")] = False,
+    fault: Annotated[
+        list[str] | None,
+        typer.Option("--fault", help="Only this fault (repeatable), and no healthy batches."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run every seeded fault and every healthy configuration, and print the score."""
+    """Run every seeded fault and every healthy configuration (minutes), and print the score."""
     from dataproto_audit.testing.bench import run_bench
+    from dataproto_audit.testing.faults import CATALOGUE
     from dataproto_audit.testing.matrix import matrix
     from dataproto_audit.testing.matrix import misses as missed
 
-    result = run_bench(seed=seed)
+    unknown = next((name for name in fault or () if name not in CATALOGUE), None)
+    if unknown:
+        near = ", ".join(difflib.get_close_matches(unknown, CATALOGUE, 3, cutoff=0.4))
+        raise UsageError("DPA851", f"there is no fault {unknown!r}.", f"Near it are {near or '-'}.")
+    result = run_bench(seed=seed, faults=fault, healthy=() if fault else None)
     answer = result.to_dict()
     if as_json:
         _print_json(answer)
@@ -344,6 +359,11 @@ def codes(as_json: AsJson = False) -> None:
         return
     for code, entry in CODES.items():
         print(f"{code}  {entry.title}")
+
+
+reduce.register(app)
+traces.register(app)
+compare_backends.register(app)
 
 
 if __name__ == "__main__":

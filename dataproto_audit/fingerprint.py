@@ -47,11 +47,38 @@ def row_hash(array: NDArray[Any]) -> Hashes:
     return np.concatenate([_hashed(flat[at : at + step]) for at in range(0, rows, step)])
 
 
+def row_hashes(arrays: Sequence[NDArray[Any]]) -> list[Hashes]:
+    """:func:`row_hash` of each array; small ones of one shape in a single pass."""
+    hashes: list[Hashes] = [_NONE] * len(arrays)
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for place, array in enumerate(arrays):
+        small = array.ndim == 2 and array.dtype.kind in "iufb" and 0 < array.size < fast.SMALL
+        if small:
+            alike.setdefault(array.shape, []).append(place)
+        else:
+            hashes[place] = row_hash(array)
+    for shape, places in alike.items():
+        words = np.empty((len(places), *shape), np.uint64)
+        for stacked, place in zip(words, places, strict=True):
+            stacked[:] = _unsigned(arrays[place])
+        for place, hashed in zip(places, _mixed(words), strict=True):
+            hashes[place] = hashed
+    return hashes
+
+
+_NONE: Hashes = np.empty(0, np.uint64)
+
+
 def _hashed(flat: NDArray[Any]) -> Hashes:
-    words = _words(flat) * np.uint64(0x9E3779B97F4A7C15)
+    return _mixed(_unsigned(flat).astype(np.uint64))
+
+
+def _mixed(words: NDArray[np.uint64]) -> Hashes:
+    """The fingerprint of each row of words ``[..., width]``, which are overwritten."""
+    words *= np.uint64(0x9E3779B97F4A7C15)
     words ^= words >> np.uint64(29)
-    out: Hashes = words @ _multipliers(flat.shape[1])
-    out += np.uint64(flat.shape[1])
+    out: Hashes = words @ _multipliers(words.shape[-1])
+    out += np.uint64(words.shape[-1])
     return out
 
 
@@ -63,11 +90,6 @@ def object_hash(values: Sequence[Any]) -> Hashes:
 
 
 _UNSIGNED = {2: np.uint16, 4: np.uint32, 8: np.uint64}
-
-
-def _words(values: NDArray[Any]) -> NDArray[np.uint64]:
-    """Each value as an unsigned 64-bit word."""
-    return _unsigned(values).astype(np.uint64, copy=False)
 
 
 def _unsigned(values: NDArray[Any]) -> NDArray[Any]:

@@ -88,3 +88,19 @@ def shifted(tensor: Tensor, shift: int) -> Tensor:
     into, source = (slice(max(way, 0), min(way, 0) or None) for way in (shift, -shift))
     moved[:, into] = tensor[:, source]
     return moved
+
+
+def laid_out(
+    values: NDArray[Any], lengths: NDArray[np.int64], start: NDArray[np.int64], width: int
+) -> NDArray[Any]:
+    """Rows of ``lengths`` that lie one after another in ``values``, as ``[rows, width, ...]``.
+
+    Row i begins at column ``start[i]``; the rest is 0, and what does not fit is left out.
+    """
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    first = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    column = np.arange(len(row)) - first + np.repeat(start, lengths)
+    fits = (column >= 0) & (column < width)
+    out = np.zeros((len(lengths), width, *values.shape[1:]), values.dtype)
+    out[row[fits], column[fits]] = values[fits]
+    return out

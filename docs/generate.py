@@ -5,8 +5,11 @@ Usage: python docs/generate.py [FOLDER]. A test compares the committed pages wit
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,8 @@ from omegaconf import MISSING, OmegaConf
 
 from dataproto_audit.codes import CAUSES, CODES
 from dataproto_audit.render.fields import fields_table
-from dataproto_audit.trainer.config import Config
 from dataproto_audit.trainer.ranges import taken
+from dataproto_audit.trainer.schema import Config
 
 NOTE = "<!-- written by docs/generate.py -->"
 
@@ -102,6 +105,7 @@ def configuration_page() -> str:
 def _section(section: Any, prefix: str, lines: list[str]) -> None:
     rows: list[str] = []
     nested = []
+    meanings = _meanings(section)
     for field in dataclasses.fields(section):
         value = OmegaConf.structured(section)
         missing = OmegaConf.is_missing(value, field.name) or field.default == MISSING
@@ -113,12 +117,25 @@ def _section(section: Any, prefix: str, lines: list[str]) -> None:
         shown = "required" if missing else f"`{_plain(inner)}`"
         kinds = str(field.type).replace("|", "or")
         takes = taken(f"{prefix}.{field.name}")
-        rows.append(f"| `{field.name}` | {kinds} | {shown} | {takes} |")
+        meaning = meanings.get(field.name, "")
+        rows.append(f"| `{field.name}` | {meaning} | {kinds} | {shown} | {takes} |")
     if rows:
         lines += [f"## {prefix}", "", " ".join((section.__doc__ or "").split()), ""]
-        lines += ["| key | type | default | takes |", "| --- | --- | --- | --- |", *rows, ""]
+        lines += ["| key | meaning | type | default | takes |", f"{'| --- ' * 5}|", *rows, ""]
     for kind, name in nested:
         _section(kind, name, lines)
+
+
+def _meanings(section: type) -> dict[str, str]:
+    """The line below each key of a section, by name of the key."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for above, below in zip(body.body, body.body[1:], strict=False):
+        text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+        if isinstance(above, ast.AnnAssign) and isinstance(above.target, ast.Name) and text:
+            found[above.target.id] = str(below.value.value)  # type: ignore[attr-defined]
+    return found
 
 
 def _plain(value: Any) -> Any:

@@ -318,3 +318,13 @@ def test_check_refuses_a_configuration_or_stage_that_is_none(call, saved, tmp_pa
     done = call("check", path, "--config", str(config), check=2)
     assert "the configuration says n='three', which is no whole number." in done.stderr
     assert "advantage" in call("check", path, "--stage", "advantages", check=2).stderr
+
+
+def test_selftest_of_one_fault(call):
+    answer = json.loads(call("selftest", "--fault", "population_std", "--json", check=0).stdout)
+    assert answer["faults"] == answer["detected"] == answer["stage_right"] == 1
+    assert answer["healthy_batches"] == 0
+
+
+def test_selftest_of_a_fault_that_there_is_not(call):
+    assert "population_std" in call("selftest", "--fault", "population_std_", check=2).stderr

@@ -47,4 +47,10 @@ ENTRIES: tuple[Entry, ...] = (
     ("DPA214", "token types do not mark the image ids",
      "The model finds images by these types; shifted ones put text where an image is.",
      ("left_right_padding", "shift"), "Pad them on the side that the ids are padded on."),
+    ("DPA215", "a token id is not in the vocabulary",
+     "Attended ids lie in 0 to vocab_size - 1; the embedding has no other rows.",
+     ("wrong_dtype", "stale_buffer"), "Keep ids in int64, and compare tokenizer and model."),
+    ("DPA216", "a single-turn response goes on after a stop token",
+     "What follows a stop id was not sampled as an answer, and is trained on.",
+     ("wrong_stop_token", "stale_buffer"), "Compare the engine's stop ids with the trainer's."),
 )  # fmt: skip

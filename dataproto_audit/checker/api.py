@@ -26,6 +26,7 @@ from dataproto_audit.checker.names import check_aliases, nothing_known, without_
 from dataproto_audit.checker.reached import producer, seen_at, stages_reached
 from dataproto_audit.codes import UsageError
 from dataproto_audit.contracts.check import Violation, undeclared
+from dataproto_audit.contracts.dumped import dump_violations
 from dataproto_audit.contracts.merge import concat_violations, union_violations
 from dataproto_audit.contracts.stages import PROMPT_SIDE, STAGES
 from dataproto_audit.findings import SEVERITIES, Finding, Outcome, Report
@@ -124,6 +125,21 @@ def check_concat(parts: Sequence[Any], *, config: Any = None) -> Report:
     auditor = Auditor(settings, on_fail="record")
     report = _meta(auditor, wrong)
     report.extend(auditor.judge("dispatch", "dispatch.concat", "DPA116", concat_violations(sides)))
+    return report
+
+
+def check_dump(batch: Any, dumped: Any, *, config: Any = None) -> Report:
+    """What a file that was written of ``batch`` lost: rows, and fields that name a sample.
+
+    Findings are ``warn``: the training goes on as it should, and nobody can trace its samples.
+    """
+    sides = [_view(side) or BatchView.of({}) for side in (batch, dumped)]
+    settings, wrong = settings_from(config, sides[0].meta)
+    auditor = Auditor(settings, on_fail="record")
+    found = dump_violations(sides[0], sides[1], factors=settings.factors())
+    report = auditor.judge("dump", "dump.complete", "DPA104", found)
+    report.findings[:] = [replace(finding, severity="warn") for finding in report.findings]
+    report.extend(_meta(auditor, wrong))
     return report
 
 
@@ -250,4 +266,4 @@ def _at_home(finding: Finding) -> Finding:
     return replace(finding, stage=home)
 
 
-__all__ = ["Settings", "check", "check_concat", "check_union", "ordered"]
+__all__ = ["Settings", "check", "check_concat", "check_dump", "check_union", "ordered"]

@@ -7,6 +7,7 @@ unknown, and the checks that need it are ``not_checkable``.
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -81,6 +82,7 @@ def settings_from(config: Any, meta: Mapping[str, Any]) -> tuple[Settings, dict[
     """
     known = config if isinstance(config, Settings) else None
     given = {} if known or config is None else dict(_flat(_loaded(config)))
+    _refuse_typos(given)
     base = known or Settings()
     found: dict[str, Any] = {}
     wrong: dict[str, str] = {}
@@ -103,6 +105,20 @@ def settings_from(config: Any, meta: Mapping[str, Any]) -> tuple[Settings, dict[
                 )  # fmt: skip
             wrong[key] = problem
     return replace(base, **found), wrong
+
+
+def _refuse_typos(given: Mapping[str, Any]) -> None:
+    """An unknown plain name that is nearly a setting's; keys with dots belong to verl's sections,
+    which hold many more than we read."""
+    known = {*get_type_hints(Settings), *(name for names in NAMES.values() for name in names)}
+    plain = sorted(name for name in known if "." not in name)
+    for name in given:
+        near = difflib.get_close_matches(str(name), plain, 1, cutoff=0.8)
+        if near and name not in known and "." not in str(name):
+            raise UsageError(
+                "DPA850", f"the configuration has an unknown key {name!r}.",
+                f"Did you mean {near[0]!r}?",
+            )  # fmt: skip
 
 
 def _loaded(config: Any) -> Any:

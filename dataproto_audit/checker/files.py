@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from dataproto_audit.batch import BatchView
-from dataproto_audit.checker.api import check
+from dataproto_audit.checker.api import check, ordered
 from dataproto_audit.checker.names import nothing_known
 from dataproto_audit.codes import UsageError
 from dataproto_audit.dump.readers import Saved, is_folder, read_batches, read_folder
+from dataproto_audit.dump.readers.consistent import report_of
+from dataproto_audit.dump.readers.metric_logs import is_metric_log, read_history
 from dataproto_audit.findings import Report
 from dataproto_audit.policy import Policy
 
@@ -21,7 +23,8 @@ from dataproto_audit.policy import Policy
 @dataclass(frozen=True)
 class Checked:
     """One batch of a file, and what the checks said. ``evidence_level`` is what they had to go by:
-    ``batch``, ``boundary`` (both sides), ``history`` or ``model`` (log-probs recomputed)."""
+    ``text`` (no tokens), ``ids`` (token ids alone), ``full`` (masks, log-probs or other values of
+    tokens), ``boundary`` (both sides), ``history`` or ``model`` (log-probs recomputed)."""
 
     label: str
     report: Report
@@ -46,22 +49,28 @@ def check_file(
 ) -> Iterator[Checked]:
     """Check every batch of a file or folder, as :func:`~dataproto_audit.check` does.
 
-    ``before`` is a file with the batch as it was earlier, ``history`` a JSONL file with the metrics
-    of the steps before, one object a step. Raises :class:`UsageError` for what cannot be read, or
+    ``before`` is a file with the batch as it was earlier, ``history`` the metrics of the steps
+    before, in any form that :mod:`~dataproto_audit.dump.readers.metric_logs` reads; a ``path`` of
+    such a form is checked as a history. Raises :class:`UsageError` for what cannot be read, or
     has not a single field that is known. Of a folder all else is checked first, and what holds
     other things (metrics, models) is passed over.
     """
+    if _holds_metrics(Path(path)):
+        yield check_history(path, config=config, policy=policy)
+        return
     earlier = _only(before) if before is not None else None
     steps = read_history(history) if history is not None else None
-    level = "boundary" if earlier else "history" if steps else "batch"
+    beside = "boundary" if earlier else "history" if steps else ""
     batches, unreadable = _batches(path)
     for saved in batches:
         report = check(
             saved, stage=stage, before=earlier, history=steps, model=model, config=config,
             policy=policy,
         )  # fmt: skip
+        _add_to(report, report_of(saved), policy)
         notes = (*saved.notes, *(f"not opened: {name}" for name in saved.opaque))
-        yield Checked(saved.label, report, "model" if model else level, notes)
+        level = "model" if model else beside or evidence_level(saved)
+        yield Checked(saved.label, report, level, notes)
     if unreadable:
         raise unreadable[0]
 
@@ -90,18 +99,27 @@ def check_history(
     return Checked(str(path), report, "history")
 
 
-def read_history(path: str | PathLike[str]) -> list[Mapping[str, Any]]:
-    """Metrics of several steps from a JSONL file. Raises :class:`UsageError`."""
+def _add_to(report: Report, about_file: Report, policy: Policy | None) -> None:
+    """What the reader says of the file itself, under the same policy."""
+    (policy or Policy()).apply(about_file)
+    report.extend(about_file)
+    report.findings[:] = ordered(report.findings)
+
+
+def evidence_level(saved: Saved) -> str:
+    """``text``, ``ids`` or ``full``: what a saved batch holds of its tokens."""
+    ids = ("prompts", "responses", "input_ids")
+    if any(name not in ids for name in saved.tensors):
+        return "full"
+    return "ids" if saved.tensors else "text"
+
+
+def _holds_metrics(path: Path) -> bool:
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-        steps = [json.loads(line) for line in lines if line.strip()]
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: also UTF-8, endless digits
-        raise UsageError(
-            "DPA857", f"{path}: no history ({error}).", "Write one JSON object a step, a line each."
-        ) from error
-    if not steps or not all(isinstance(step, dict) for step in steps):
-        raise UsageError("DPA857", f"{path}: no history.", "Write one JSON object a step.")
-    return steps
+        with path.open("rb") as file:
+            return is_metric_log(file.read(1 << 16))
+    except (OSError, ValueError):  # what cannot be read is explained where it is read as a batch
+        return False
 
 
 def _only(path: str | PathLike[str]) -> Saved:
@@ -109,3 +127,6 @@ def _only(path: str | PathLike[str]) -> Saved:
     if len(found) != 1:
         raise UsageError("DPA857", f"{path} holds {len(found)} batches.", "Name a file with one.")
     return found[0]
+
+
+__all__ = ["Checked", "check_file", "check_history", "evidence_level", "read_history"]

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-AXES = ("rows", "prompt", "response")
-
 Relation = Literal["same", "expand", "permute", "drop", "pad", "split", "concat"]
 
 

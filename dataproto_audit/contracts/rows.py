@@ -72,13 +72,18 @@ class RowState:
         for name, tensor in view.tensors.items():
             version = None if tensor.is_inference() else tensor._version
             self._versions[name] = version = None if name in view.untracked else version
-            if previous is None or name not in earlier:
-                view.row_hashes(name)
-            elif tensor is earlier[name] and version == previous._versions[name] is not None:
+            known = previous is not None and tensor is earlier.get(name)
+            if known and previous is not None and version == previous._versions[name] is not None:
                 view.take_over(name, previous.view)
                 same.append(name)
-            elif np.array_equal(previous.view.row_hashes(name), view.row_hashes(name)):
-                same.append(name)
+        view.hash_rows(view.tensors)
+        if previous is not None:
+            again = {name for name in view.tensors if name in earlier}.difference(same)
+            same += [
+                name
+                for name in again
+                if np.array_equal(previous.view.row_hashes(name), view.row_hashes(name))
+            ]
         return same
 
     def _list(self, name: str, previous: "RowState | None") -> bool:

@@ -8,6 +8,7 @@ evolution measured in a run.
 
 from typing import Any, ClassVar
 
+from dataproto_audit.codes import UsageError
 from dataproto_audit.contracts.dims import EXPAND_N, PERMUTE, SAME, Rows
 
 STAGES: dict[str, type["Stage"]] = {}
@@ -193,3 +194,12 @@ class Validation(Stage):
     may_add = ("rollout_log_probs", "finish_reason", "sampling", "rm_scores", "score", *PROMPT_SIDE)
     fresh = True
     own_input = True
+
+
+def declared(stage: str) -> type[Stage]:
+    """The declaration of a stage. Raises :class:`UsageError` for one that nothing declares."""
+    if stage not in STAGES:
+        raise UsageError(
+            "DPA851", f"unknown stage {stage!r}.", f"Declared are {', '.join(STAGES)}."
+        )
+    return STAGES[stage]

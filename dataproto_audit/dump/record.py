@@ -238,19 +238,27 @@ def tokens_columns(
 def rank_rows(stage: str, ranks: Iterable[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
     """Rows of the ``ranks`` table from the notes of each rank.
 
-    ``bubble`` is the share of the slowest rank's wall time that a rank did not work.
+    ``bubble`` is what the rank noted (from the order of its micro-batches, in unit costs), else the
+    share of the slowest rank's wall time that it did not work.
     """
     listed = list(ranks)
     slowest = max((float(r.get("wall_s") or 0.0) for r in listed), default=0.0)
     rows = []
     for place, note in enumerate(listed):
-        wall = note.get("wall_s")
-        bubble = 1.0 - float(wall) / slowest if wall is not None and slowest > 0 else None
-        counts = (int(note.get(name) or 0) for name in ("rows", "tokens"))
-        micro, peak = len(note.get("micro_batches") or ()), int(note.get("peak_token_sum") or 0)
+        wall, bubble = note.get("wall_s"), note.get("bubble")
+        if bubble is None and wall is not None and slowest > 0:
+            bubble = 1.0 - float(wall) / slowest
+        counts = (_count(note.get(name)) for name in ("rows", "tokens"))
+        micros, peak = note.get("micro_batches"), _count(note.get("peak_token_sum"))
+        micro = len(micros) if isinstance(micros, (list, tuple)) else 0
         rank = int(note.get("rank", place))
         rows.append((stage, rank, *counts, micro, peak, bubble, note.get("cpu_s")))
     return rows
+
+
+def _count(value: Any) -> int:
+    """A number of a rank's note; 0 where the note has none."""
+    return int(value) if isinstance(value, (int, float, np.number)) and value == value else 0
 
 
 def loss_rows(

@@ -2,52 +2,61 @@
 
 The first batch with a value that is not finite is kept, too.
 
-Files are written by the batch's own ``save_to_disk`` and are read by ``dataproto-audit check``,
-which runs nothing of what they hold. Only the last step is kept, because a run raises once.
+They are boundaries of a trace (docs/traces.md), which ``check``, ``replay`` and ``bisect`` read and
+which runs nothing when it is opened.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from dataproto_audit.batch import BatchView
 from dataproto_audit.checker import check, check_union
-from dataproto_audit.codes import UsageError
+from dataproto_audit.codes import RunError, UsageError
 from dataproto_audit.contracts.stages import STAGES
+from dataproto_audit.dump.trace import TRACE_DIR, TraceWriter
+from dataproto_audit.dump.trace_format import step_name
 from dataproto_audit.findings import Finding
 from dataproto_audit.probes import Settings
-from dataproto_audit.protocol import DataProto
 
 MAX_TOLD = 3
 """Findings that a diagnosis tells; the tables hold all."""
 
 
-def keep(folder: Path, step: int, stage: str, batches: Mapping[str, Any]) -> list[Path]:
-    """Save each batch as ``trace/step_000012/<stage>/<name>.pkl``; what cannot be is left out."""
-    place = folder / "trace" / f"step_{step:06d}" / stage
-    place.mkdir(parents=True, exist_ok=True)
+def keep(
+    folder: Path,
+    step: int,
+    stage: str,
+    batches: Mapping[str, Any],
+    *,
+    trace: TraceWriter | None = None,
+    settings: Settings | None = None,
+) -> list[Path]:
+    """Record each batch as one that entered ``stage``, a part of the boundary by its name.
+
+    With ``trace`` they join the step that it has open, which is broken off thereby; without, they
+    make a step of their own. What cannot be recorded is left out. Raises ``RunError`` DPA802.
+    """
+    place = folder / TRACE_DIR
+    writer = trace or TraceWriter(place, retention="all", settings=asdict(settings or Settings()))
+    writer.at_step(step)
     kept = []
     for name, batch in batches.items():
-        path = place / f"{name}.pkl"
         try:
-            _saved(batch).save_to_disk(os.fspath(path))
-        except Exception:  # noqa: BLE001 - some batches cannot be saved; others still should be
-            path.unlink(missing_ok=True)
+            made = writer.write_boundary(stage, batch, when="before", part=name)
+        except RunError:
+            raise
+        except Exception:  # noqa: BLE001 - some batches cannot be recorded; others still should be
             continue
-        kept.append(path)
+        kept.append(place / step_name(step) / made)
+    writer.end_step(ended="broken_off")
+    if trace is None:
+        writer.close()
     return kept
-
-
-def _saved(batch: Any) -> Any:
-    """``batch`` itself, or what was laid side by side as one of our batches."""
-    if hasattr(batch, "save_to_disk"):
-        return batch
-    view = BatchView.of(batch)
-    return DataProto.from_dict(view.tensors, dict(view.arrays), dict(view.meta))
 
 
 def diagnosis(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dataproto_audit.codes import UsageError
+from dataproto_audit.dump.retention import Retention
 from dataproto_audit.policy import read_yaml
 
 PREFIX = "DATAPROTO_AUDIT_"
@@ -37,6 +38,7 @@ class Options:
     ``stages`` and ``ranks`` empty mean all; ``ranks`` counts where a process has a rank (variable
     ``RANK``), which the driver has not. ``rows`` larger than 0 looks at about that many rows of a
     step, in whole groups. ``run_dir`` empty means ``reports/verl-<experiment>-<time>``.
+    ``trace`` is what is recorded of the batches (docs/traces.md), or ``off``.
     ``workers`` looks into verl's workers, too; with it, a stage of theirs in which nothing moves
     for ``hang_timeout_s`` is reported (0: only on SIGUSR1).
     """
@@ -52,6 +54,7 @@ class Options:
     tables: bool = True
     metrics: bool = True
     flight_recorder: bool = True
+    trace: str = "last:1"
     workers: bool = False
     hang_timeout_s: int = 600
 
@@ -121,6 +124,11 @@ def _value(name: str, value: Any, place: str) -> Any:
         return _flag(place, value)
     if isinstance(default, int):
         return _count(place, value, least=1 if name == "every_n_steps" else 0)
+    if name == "trace":
+        word = _word(value)
+        if word != "off":
+            Retention.parse(word, key=place)
+        return word
     if name == "stages":
         return tuple(_chosen(place, item, STAGES) for item in _items(value))
     if name == "ranks":

@@ -11,12 +11,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 from dataproto_audit.auditor import Auditor
 from dataproto_audit.codes import CodedError, RunError
 from dataproto_audit.dump.run_folder import RunFolder, default_run_dir
+from dataproto_audit.dump.trace import TRACE_DIR, TraceWriter
+from dataproto_audit.dump.trace_format import step_name
 from dataproto_audit.findings import OUTCOME_KINDS, SEVERITIES, AuditError, Finding, When
 from dataproto_audit.integrations import flight
 from dataproto_audit.integrations.options import Options
@@ -46,11 +49,13 @@ class Session:
         self.cpu_s, self._depth = 0.0, 0
         self.steps = 0
         self.folder = self._folder(experiment, config) if options.tables else None
+        self.trace = self._trace() if self.folder and options.trace != "off" else None
         self.auditor = Auditor(
             self.settings,
             level=options.level,  # type: ignore[arg-type] # one of LEVELS: options checked it
             on_fail=options.on_fail,  # type: ignore[arg-type] # the same
             tables=self.folder.tables if self.folder else None,
+            trace=self.trace,
             policy=self.guarded("policy", self._policy, Policy()),
         )
         self._began = time.monotonic()
@@ -67,6 +72,21 @@ class Session:
         except CodedError as error:  # in use, or not writable: checks go on without tables
             log.error("%s Nothing is written; the checks go on.", error)
             return None
+
+    def _trace(self) -> TraceWriter:
+        assert self.folder is not None
+        return TraceWriter(
+            self.folder.path / TRACE_DIR,
+            retention=self.options.trace,
+            settings=asdict(self.settings),
+        )
+
+    def _traced(self, work: Callable[[TraceWriter], None]) -> None:
+        if self.trace is not None:
+            try:
+                work(self.trace)
+            except RunError as error:  # it costs the trace, not the run
+                log.error("DPA905 the trace is not complete: %s", error)
 
     # -- steps and boundaries ----------------------------------------------------------------------
 
@@ -132,8 +152,13 @@ class Session:
         news = any("non_finite" in finding.causes for finding in found)
         if not (news and self.options.flight_recorder and self.folder) or self._nan_kept:
             return
-        self._nan_kept = True
-        paths = flight.keep(self.folder.path, self._step or 0, stage, {"not_finite": batch})
+        self._nan_kept, step = True, self._step or 0
+        if self.trace is not None:  # it is recorded already, in a step that is kept
+            paths = [self.folder.path / TRACE_DIR / step_name(step)]
+        else:
+            paths = flight.keep(
+                self.folder.path, step, stage, {"not_finite": batch}, settings=self.settings
+            )
         log.error("first values that are not finite, at %s of step %s; the batch is kept: %s",
                   stage, self._step, ", ".join(map(str, paths)))  # fmt: skip
 
@@ -192,11 +217,14 @@ class Session:
 
     def finish(self, more: Mapping[str, Any]) -> None:
         """Close the step and the tables and write the summary."""
+        if self._step is not None:
+            self._traced(lambda trace: trace.end_step(ended="broken_off"))
         with suppress(AuditError):  # it has been raised, or has nobody left to stop
             self.close_step(self._step, {})
         summary = {**self.summary(), **more}
         if self.folder is not None:
             folder, self.folder = self.folder, None
+            self._traced(lambda trace: trace.close())
             try:
                 folder.finish(summary)
             except (RunError, OSError) as error:

@@ -289,7 +289,10 @@ class VerlRun:
         told = flight.diagnosis(stage, at_hand, session.settings, earlier)
         paths = []
         if session.folder is not None:
-            paths = flight.keep(session.folder.path, self._step(), stage, at_hand)
+            paths = flight.keep(
+                session.folder.path, self._step(), stage, at_hand, trace=session.trace,
+                settings=session.settings,
+            )  # fmt: skip
         kept = f" Its input is kept: {', '.join(map(str, paths))}." if paths else ""
         log.error("verl raised in %s of step %s: %s\nDiagnosis: %s.%s", stage, self._step(),
                   flight.brief(error), told, kept)  # fmt: skip

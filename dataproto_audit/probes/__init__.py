@@ -26,6 +26,7 @@ from dataproto_audit.probes import (
     rewards,
     seeds,
     signal,
+    vocabulary,
     weights,
 )
 from dataproto_audit.probes.context import Context, Settings
@@ -65,5 +66,6 @@ __all__ = [
     "scan",
     "seeds",
     "signal",
+    "vocabulary",
     "weights",
 ]

@@ -102,7 +102,16 @@ def _stopped(view: BatchView, ctx: Context, block: Block) -> Any:
     return is_in(last, ctx.settings.stop_ids) | (lengths < width)
 
 
-@probe("DPA209", stages=("rollout",), needs=("responses", "response_mask", "settings.tool_ids"))
+@probe(
+    "DPA209",
+    stages=("rollout",),
+    needs=("responses", "response_mask", "settings.tool_ids"),
+    applies=lambda ctx: (
+        "no tools: one turn"
+        if ctx.settings.multi_turn is False and not ctx.settings.tool_ids
+        else ""
+    ),
+)
 def tool_tokens_untrained(
     view: BatchView, stats: Mapping[str, Any], ctx: Context
 ) -> Iterable[Finding]:

@@ -12,7 +12,7 @@ import numbers
 import statistics
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,6 +70,14 @@ LEARNING = ("actor/", "critic/")
 """Names of metrics that an update reports begin like this."""
 
 
+def not_recorded(ctx: Context, metric: str) -> NoReturn:
+    """Leave the probe: the step did not tell ``metric``. A step 0 without any update has none."""
+    told = ctx.evidence.get("metrics") or {}
+    if ctx.step == 0 and not any(str(name).startswith(LEARNING) for name in told):
+        ctx.skip("step 0 updates nothing")
+    ctx.unknown(f"not recorded: metrics{metric}")
+
+
 def _metrics(ctx: Context) -> Mapping[str, Any]:
     """What the step reported; judged once a step by each probe."""
     mark = ("metrics judged", ctx.check)
@@ -87,7 +95,7 @@ def metrics_finite(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> I
     if ctx.stage == AT_END:  # a step tells many other numbers, too
         told = {name: value for name, value in told.items() if name.startswith(LEARNING)}
         if not told:
-            ctx.unknown("not recorded: metrics of the update")
+            not_recorded(ctx, " of the update")
     wrong = {n: float(v) for n, v in told.items() if _number(v) and not math.isfinite(v)}
     if wrong:
         yield ctx.fail(
@@ -107,7 +115,7 @@ def _spikes(code: str, name: str, metric: str, floor: float, causes: tuple[str, 
     def run(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
         told = _metrics(ctx).get(metric)
         if not _number(told):
-            ctx.unknown(f"not recorded: metrics.{metric}")
+            not_recorded(ctx, f".{metric}")
         value = float(told or 0.0)
         history = ctx.history.get(metric, ())
         if len(history) < WARM_UP or len(_informative(history)) < WARM_UP:

@@ -38,6 +38,10 @@ def _odd(field: str) -> Callable[[Block], bool]:
     return compute
 
 
+def _uncorrected(ctx: Context) -> str:
+    return "no rollout correction" if ctx.settings.rejection is False else ""
+
+
 def _finite(field: str, stage: str) -> None:
     def run(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
         if stats[f"odd_trained:{field}"]:
@@ -58,6 +62,7 @@ def _finite(field: str, stage: str) -> None:
         stages=(stage,),
         needs=needs,
         stats=(any_of(f"odd_trained:{field}", needs, _odd(field)),),
+        applies=_uncorrected if field == "rollout_is_weights" else None,
     )(named(run, f"{field}_finite", f"{field} is finite on trained tokens."))
 
 

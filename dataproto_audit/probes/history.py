@@ -16,7 +16,7 @@ import numpy as np
 from dataproto_audit.batch import BatchView
 from dataproto_audit.findings import Finding
 from dataproto_audit.probes.context import Context
-from dataproto_audit.probes.dynamics import WEIGHTS
+from dataproto_audit.probes.dynamics import WEIGHTS, not_recorded
 from dataproto_audit.probes.outliers import REF_GAP
 from dataproto_audit.probes.registry import AT_END, probe
 
@@ -38,7 +38,7 @@ precision they agree exactly."""
 def _now(ctx: Context, name: str) -> float:
     value = ctx.evidence["metrics"].get(name)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        ctx.unknown(f"not recorded: metrics.{name}")
+        not_recorded(ctx, f".{name}")
     return float(value)
 
 

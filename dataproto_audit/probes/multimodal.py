@@ -22,9 +22,24 @@ from dataproto_audit.probes.registry import probe
 from dataproto_audit.probes.scan import ATTENDED
 
 NEEDS = ("input_ids", *ATTENDED, "settings.image_ids")
+PICTURES = ("image_grid_thw", "mm_token_type_ids")
 
 
-@probe("DPA213", stages=("rollout",), needs=("position_ids", "image_grid_thw", *NEEDS))
+def _no_images(view: BatchView, ctx: Context) -> str:
+    """Why a batch has no images: text positions, no fields of images, and no ids of theirs."""
+    positions = view.tensors.get("position_ids")
+    flat = positions is not None and positions.dim() == 2
+    if ctx.settings.image_ids is None and flat and not any(name in view for name in PICTURES):
+        return "no images: text positions, no image ids"
+    return ""
+
+
+@probe(
+    "DPA213",
+    stages=("rollout",),
+    needs=("position_ids", "image_grid_thw", *NEEDS),
+    absent=_no_images,
+)
 def image_positions(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
     """position_ids [B,A,T] follow the image grid on attended tokens.
 
@@ -88,7 +103,7 @@ def _expected(attended: Any, images: Any, grids: Any, merge: int) -> Any:
     return want if not waiting else None
 
 
-@probe("DPA214", stages=("rollout",), needs=("mm_token_type_ids", *NEEDS))
+@probe("DPA214", stages=("rollout",), needs=("mm_token_type_ids", *NEEDS), absent=_no_images)
 def token_types(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
     """mm_token_type_ids [B,T] are 1 exactly on image ids (2, on video ids, is not judged)."""
     types = view.numpy("mm_token_type_ids")

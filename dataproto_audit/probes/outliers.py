@@ -29,8 +29,15 @@ CELL_FACTOR = 2.0
 """Cells of such a row count from this many times the largest gap of the other rows."""
 SEEN = 0.03
 """Nats. bf16 autocast against float32 differed by at most 0.028 over 73 runs of a small model."""
+MOST_NATS = 20.0
+"""Gaps are cut here before they are exponentiated."""
 FEW = 3
-"""Rows below which there is no usual row."""
+"""Rows below which there is no usual row, and tokens below which there is no unusual one."""
+ISOLATED = 0.2
+"""Share of a row's tokens below which those that stand out are single tokens, and no row."""
+MULTIPLE = 1.05
+"""Mean of exp(|old - rollout|) up to which single tokens are left to the kernels: NeMo-RL's
+``token_mult_prob_error``, whose guide asks to look from here on (docs/guides/grpo.md)."""
 REF_GAP = "audit/ref_gap_max"
 """Largest gap between old and reference log-probs of a step."""
 BOTH = ("old_log_probs", "rollout_log_probs", "response_mask")
@@ -61,6 +68,7 @@ def rows_alike(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Itera
     """No row's log-probs [B,R] disagree far more than those of most rows.
 
     Judged only where the noise model has no bound for a single token; with one, DPA303 says more.
+    Single tokens far off are ``info`` where the batch as a whole is as near as published runs are.
     """
     if noise_of(view, ctx, "old_log_probs", "rollout_log_probs").token is not None:
         ctx.skip("single tokens have a bound of their own")
@@ -73,6 +81,10 @@ def rows_alike(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Itera
         return
     gap = _gap(view, *BOTH[:2])
     bad = out[:, None] & (gap > CELL_FACTOR * rest)
+    trained = view.numpy("response_mask") != 0
+    multiple = float(np.exp(np.minimum(gap[trained], MOST_NATS)).mean()) if trained.any() else 1.0
+    if multiple <= MULTIPLE:
+        bad &= (bad.sum(1) >= np.maximum(FEW, ISOLATED * trained.sum(1)))[:, None]
     if not bad.any():
         yield ctx.fail(
             "old_log_probs",
@@ -91,7 +103,11 @@ def rows_alike(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Itera
             cells=bad,
             expected=f"within {CELL_FACTOR:g} times the {rest:.3g} nats of the other rows",
             actual=f"up to {np.abs(old - rollout).max():.4g} nats on {int(bad.sum())} tokens",
-            evidence={"rows": int(bad.any(1).sum()), "largest gap of the others": rest},
+            evidence={
+                "rows": int(bad.any(1).sum()),
+                "largest gap of the others": rest,
+                "token_mult_prob_error": multiple,
+            },
             causes=("row_outlier", "cross_row_leakage", "dropout_on", "forced_token"),
         )
 
@@ -102,6 +118,11 @@ def rows_alike(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Itera
     needs=(*BOTH, "weight_version"),
     stats=(GAP,),
     applies=incomparable,
+    absent=lambda view, ctx: (
+        "every rollout comes from the newest weights, as configured"
+        if "weight_version" not in view and ctx.settings.on_policy
+        else ""
+    ),
 )
 def one_weight_version(
     view: BatchView, stats: Mapping[str, Any], ctx: Context
@@ -142,9 +163,9 @@ def one_weight_version(
 @probe(
     "DPA312",
     stages=("old_log_prob",),
-    needs=(*BOTH, "settings.exact_log_probs"),
+    needs=BOTH,
     stats=(GAP,),
-    applies=lambda ctx: "" if ctx.settings.exact_log_probs is not False else "not promised",
+    applies=lambda ctx: "" if ctx.settings.exact_log_probs else "nobody promised equal bits",
 )
 def exactly_equal(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
     """Where engine and trainer promise bit-equal log-probs [B,R], they are."""

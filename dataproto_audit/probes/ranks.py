@@ -17,15 +17,28 @@ from dataproto_audit.findings import Finding
 from dataproto_audit.probes.context import Context
 from dataproto_audit.probes.registry import probe
 
+NUMBERS = (int, np.integer)
 STAGES = ("old_log_prob", "ref_log_prob", "update_actor")
 UNEVEN = 2.0
 """Ratio of the fullest to the emptiest rank above which the imbalance is worth a line."""
 
 
+def _noted(ctx: Context, *counts: str, lists: tuple[str, ...] = ()) -> list[Mapping[str, Any]]:
+    """What the ranks noted. The verdict is open where one left out a count or a list."""
+    ranks: list[Mapping[str, Any]] = list(ctx.evidence["ranks"])
+    for number, rank in enumerate(ranks):
+        for name in (*counts, *lists):
+            value = rank.get(name)
+            fits = isinstance(value, (list, tuple) if name in lists else NUMBERS)
+            if not fits:
+                ctx.unknown(f"not recorded: {name} of ranks[{number}]")
+    return ranks
+
+
 @probe("DPA701", stages=STAGES, needs=("evidence.ranks",))
 def rank_rows(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
     """Every rank holds the same number of rows, and together they hold the batch."""
-    rows = [int(rank["rows"]) for rank in ctx.evidence["ranks"]]
+    rows = [int(rank["rows"]) for rank in _noted(ctx, "rows")]
     if len(set(rows)) > 1 or (view.rows and sum(rows) != view.rows):
         yield ctx.fail(
             "ranks",
@@ -38,7 +51,7 @@ def rank_rows(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterab
 @probe("DPA702", stages=STAGES, needs=("evidence.ranks",), severity="info")
 def rank_tokens(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
     """Token sums of the ranks lie within a factor of two."""
-    tokens = [int(rank["tokens"]) for rank in ctx.evidence["ranks"]]
+    tokens = [int(rank["tokens"]) for rank in _noted(ctx, "tokens")]
     ctx.measure("global_seqlen/balanced_min", min(tokens))
     ctx.measure("global_seqlen/balanced_max", max(tokens))
     if max(tokens) > UNEVEN * max(1, min(tokens)):
@@ -56,7 +69,7 @@ def micro_batch_partition(
 ) -> Iterable[Finding]:
     """Each rank's micro-batches hold each of its rows exactly once (in each epoch)."""
     end, seen = 0, False
-    for rank in ctx.evidence["ranks"]:
+    for number, rank in enumerate(_noted(ctx, "rows")):
         rows, lists = int(rank["rows"]), rank.get("indices")
         end += rows
         if lists is None:
@@ -71,10 +84,14 @@ def micro_batch_partition(
             yield ctx.fail(
                 "ranks",
                 rows=wrong + end - rows,
-                expected=f"rows 0..{rows - 1} of rank {rank['rank']}, {epochs} times each",
+                expected=f"rows 0..{rows - 1} of rank {rank.get('rank', number)}, "
+                f"{epochs} times each",
                 actual=f"{int((times < epochs).sum())} rows too rarely, "
                 f"{int((times > epochs).sum())} too often, {int((~inside).sum())} are none",
-                evidence={"rank": rank["rank"], "rows of the rank": wrong.tolist()[:16]},
+                evidence={
+                    "rank": rank.get("rank", number),
+                    "rows of the rank": wrong.tolist()[:16],
+                },
                 causes=("lost_micro_batch",),
             )
     if not seen:
@@ -87,12 +104,13 @@ def token_limit(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iter
     limits = [rank.get("token_limit") for rank in ctx.evidence["ranks"]]
     if not any(limits):
         ctx.skip("micro-batches are cut by rows, not by tokens")
-    for rank, limit in zip(ctx.evidence["ranks"], limits, strict=True):
+    noted = _noted(ctx, "peak_token_sum")
+    for number, (rank, limit) in enumerate(zip(noted, limits, strict=True)):
         if limit and int(rank["peak_token_sum"]) > int(limit):
             yield ctx.fail(
                 "ranks",
                 expected=f"at most {limit} tokens in a micro-batch",
-                actual=f"{rank['peak_token_sum']} on rank {rank['rank']}",
+                actual=f"{rank['peak_token_sum']} on rank {rank.get('rank', number)}",
                 causes=("token_limit_exceeded",),
             )
 
@@ -102,7 +120,7 @@ def micro_batch_counts(
     view: BatchView, stats: Mapping[str, Any], ctx: Context
 ) -> Iterable[Finding]:
     """All ranks run the same number of micro-batches."""
-    counts = [len(rank["micro_batches"]) for rank in ctx.evidence["ranks"]]
+    counts = [len(rank["micro_batches"]) for rank in _noted(ctx, lists=("micro_batches",))]
     if len(set(counts)) > 1:
         yield ctx.fail(
             "ranks",
@@ -119,7 +137,9 @@ def packed_rows(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iter
     Attention over packed rows is cut where positions begin anew; a mask of ones cuts nowhere.
     """
     first, seen, rows, masked, micros = 0, 0, [], [], 0
-    for rank in ctx.evidence["ranks"]:
+    if not any(rank.get("packed") for rank in ctx.evidence["ranks"]):
+        ctx.skip("rows are not packed")
+    for rank in _noted(ctx, "rows", lists=("indices",)):
         for told in rank.get("packed") or ():
             seen += len(told["restarts"]) > 1
             held = rank["indices"][told["micro_batch"]]
@@ -130,8 +150,6 @@ def packed_rows(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iter
             micros += bool(wrong)
             rows += wrong
         first += int(rank["rows"])
-    if not any(rank.get("packed") for rank in ctx.evidence["ranks"]):
-        ctx.skip("rows are not packed")
     if rows or masked:
         yield ctx.fail(
             "position_ids" if rows else "attention_mask",

@@ -12,6 +12,7 @@ from dataproto_audit.contracts.trail import Crossing
 from dataproto_audit.dump import record
 from dataproto_audit.dump.columns import Block
 from dataproto_audit.dump.tables import TableWriter
+from dataproto_audit.dump.trace import TraceWriter
 from dataproto_audit.findings import Outcome, Report
 from dataproto_audit.probes.context import Context, Settings, group_codes
 
@@ -22,13 +23,16 @@ MAX_BLOCKS = 512
 class StepRecorder:
     """Collects one step; ``write`` hands it to the tables. Without tables it keeps the evolution.
 
+    ``traces`` records the batches themselves, boundary by boundary.
+
     Row tables describe the batch of the last boundary that carried responses (of validation:
     none), which is the one the policy was trained on. Rows whose masks break their declaration are
     not written.
     """
 
-    def __init__(self, tables: TableWriter | None) -> None:
+    def __init__(self, tables: TableWriter | None, traces: TraceWriter | None = None) -> None:
         self.tables = tables
+        self.traces = traces
         self.evolution: dict[str, dict[str, str]] = {}
         """Per stage, the fields it added or changed, with their dtype: the measured contract."""
         self._blocks: dict[tuple[Any, ...], tuple[tuple[Outcome, ...], Block]] = {}
@@ -60,6 +64,30 @@ class StepRecorder:
                     self._measured[name] = row
                 self.tables.append_rows("fields", [self._measured[name] for name in news])
         self.said(stage.name, when, report)
+
+    def trace(
+        self,
+        stage: type[Stage],
+        crossing: Crossing,
+        context: Context,
+        report: Report,
+        keys_of: Callable[[RowState], Sequence[str]],
+    ) -> None:
+        """Record the batch, with what is known beside it and what the checks said."""
+        if self.traces is None:
+            return
+        state = crossing.state
+        self.traces.at_step(context.step)
+        self.traces.write_boundary(
+            stage.name, state.view, when=context.when, row_keys=lambda: keys_of(state),
+            evidence={k: v for k, v in context.evidence.items() if k not in state.view.meta},
+            report=report,
+        )  # fmt: skip
+
+    def end_trace(self, report: Report, metrics: Mapping[str, float]) -> None:
+        """Close the step of the trace; ``report`` is what its end said."""
+        if self.traces is not None:
+            self.traces.end_step(failed=not report.ok, metrics=metrics)
 
     def said(self, stage: str, when: str, report: Report) -> None:
         """Record outcomes and findings."""

@@ -25,6 +25,7 @@ AT_END = "end of step"
 """Home of probes that look at the metrics of a whole step and at earlier steps, at no batch."""
 
 Run = Callable[[BatchView, Mapping[str, Any], Context], Iterable[Finding]]
+Absent = Callable[[BatchView, Context], str]
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Probe:
     """One registered check. ``every`` runs it at steps 1, 1 + every, 1 + 2 every...
 
     ``later=False`` keeps it at its home stages: what it says of a field holds only there.
+    ``absent`` returns why a batch without one of the fields has no such thing, or ''.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Probe:
     severity: Severity = "fail"
     every: int = 1
     later: bool = True
+    absent: Absent | None = None
 
     @cached_property
     def fields(self) -> tuple[str, ...]:
@@ -101,6 +104,7 @@ def probe(
     severity: Severity = "fail",
     every: int = 1,
     later: bool = True,
+    absent: Absent | None = None,
 ) -> Callable[[Run], Run]:
     """Register the decorated function as the probe of its own name.
 
@@ -115,7 +119,9 @@ def probe(
         name = getattr(run, "__name__", str(run))
         if name in PROBES and PROBES[name].run.__module__ != run.__module__:
             raise ValueError(f"a probe named {name!r} exists already")
-        PROBES[name] = Probe(name, code, run, stages, needs, stats, applies, severity, every, later)
+        PROBES[name] = Probe(
+            name, code, run, stages, needs, stats, applies, severity, every, later, absent
+        )
         return run
 
     return register

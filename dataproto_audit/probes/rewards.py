@@ -27,6 +27,34 @@ SCORED = per_row("scored", (SCORES,), lambda block: row_sum(block[SCORES] != 0))
 """Non-zero scores of each row."""
 
 
+@probe("DPA407", stages=AT, needs=(SCORES,), stats=(SCORE_SUM,))
+def reward_finite(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
+    """Every token-level score is finite, and so is every scalar ``score`` where there are such.
+
+    Comes first: what is not finite has no place and no sum that other checks could speak of.
+    """
+    if not np.isfinite(stats["score_sum"]).all():
+        bad = ~np.isfinite(view.numpy(SCORES))
+        if bad.any():
+            yield ctx.fail(
+                SCORES,
+                cells=bad,
+                expected="finite scores",
+                actual="NaN or infinity",
+                causes=("non_finite",),
+            )
+            return
+    scalar = _plain(view)
+    if scalar is not None and not np.isfinite(scalar).all():
+        yield ctx.fail(
+            "score",
+            rows=np.flatnonzero(~np.isfinite(scalar)),
+            expected="finite scores",
+            actual="NaN or infinity",
+            causes=("non_finite",),
+        )
+
+
 @probe(
     "DPA405",
     stages=AT,
@@ -48,9 +76,11 @@ def reward_placement(view: BatchView, stats: Mapping[str, Any], ctx: Context) ->
     outside = scored - ((scores[np.arange(len(scores)), last] != 0) & (last >= 0))
     if not outside.any():
         return
-    bad = scores != 0
+    bad = (scores != 0) & np.isfinite(scores)
     filled = last >= 0
     bad[filled, last[filled]] = False
+    if not bad.any():  # all that is outside is not finite
+        return
     row, column = np.argwhere(bad)[0]
     on_padding = column > last[row]
     yield ctx.fail(
@@ -93,7 +123,7 @@ def reward_sum(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Itera
     scalar, total = _numbers(view, ctx), stats["score_sum"]
     unit = max(1e-6, 4 * torch.finfo(view.tensors[SCORES].dtype).eps)
     bad = ~(np.abs(total - scalar) <= unit * np.maximum(1.0, np.abs(scalar)))
-    bad &= ~(np.isnan(total) & np.isnan(scalar))
+    bad &= np.isfinite(total) & np.isfinite(scalar)
     if bad.any():
         row = int(np.flatnonzero(bad)[0])
         same = np.array_equal(np.sort(total), np.sort(scalar.astype(np.float32)))
@@ -108,24 +138,17 @@ def reward_sum(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Itera
 
 def _numbers(view: BatchView, ctx: Context) -> Any:
     """The scalar scores as float64 ``[rows]``."""
-    listed = view.numpy("score").tolist()
-    try:
-        scalar = np.asarray([float(value) for value in listed], np.float64)
-    except (TypeError, ValueError):
+    scalar = _plain(view)
+    if scalar is None:
         ctx.unknown("score holds other things than numbers")
     return scalar
 
 
-@probe("DPA407", stages=AT, needs=(SCORES,), stats=(SCORE_SUM,))
-def reward_finite(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
-    """Every token-level score is finite."""
-    if not np.isfinite(stats["score_sum"]).all():
-        bad = ~np.isfinite(view.numpy(SCORES))
-        if bad.any():
-            yield ctx.fail(
-                SCORES,
-                cells=bad,
-                expected="finite scores",
-                actual="NaN or infinity",
-                causes=("non_finite",),
-            )
+def _plain(view: BatchView) -> Any:
+    """The same, or None where there are none or other things."""
+    if "score" not in view:
+        return None
+    try:
+        return np.asarray([float(value) for value in view.numpy("score").tolist()], np.float64)
+    except (TypeError, ValueError):
+        return None

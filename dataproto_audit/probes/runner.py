@@ -38,7 +38,7 @@ def run_probes(due: Due, view: BatchView, ctx: Context) -> list[Ran]:
     ready = []
     for ran, (probe, lacking) in zip(done, due, strict=True):
         try:
-            if _verdict_without_run(ran, probe, lacking, ctx):
+            if _verdict_without_run(ran, probe, lacking, view, ctx):
                 ready.append(ran)
         except Exception as error:  # noqa: BLE001 - the caller reports it as DPA901
             ran.error = error
@@ -48,11 +48,15 @@ def run_probes(due: Due, view: BatchView, ctx: Context) -> list[Ran]:
     return done
 
 
-def _verdict_without_run(ran: Ran, probe: Probe, lacking: str, ctx: Context) -> bool:
+def _verdict_without_run(
+    ran: Ran, probe: Probe, lacking: str, view: BatchView, ctx: Context
+) -> bool:
     """Settle what needs no look at values; True when the probe has to run."""
     if probe.every > 1 and ((ctx.step or 1) - 1) % probe.every:
         ran.kind, ran.reason = "not_applicable", f"runs every {probe.every} steps"
-    elif probe.applies and (reason := probe.applies(ctx)):
+    elif (probe.applies and (reason := probe.applies(ctx))) or (
+        lacking and probe.absent and (reason := probe.absent(view, ctx))
+    ):
         ran.kind, ran.reason = "not_applicable", reason
     elif reason := lacking or probe.without_knowledge(ctx):
         ran.kind, ran.reason = "not_checkable", reason

@@ -28,10 +28,6 @@ def _join(parts: Sequence[Any]) -> Any:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _largest(parts: Sequence[Any]) -> Any:
-    return max(parts)
-
-
 @dataclass(frozen=True)
 class Stat:
     """``compute(block)`` for each block, merged by ``merge`` into one value for the batch."""
@@ -65,11 +61,6 @@ def any_of(name: str, needs: tuple[str, ...], compute: Callable[[Block], Any]) -
 def sum_of(name: str, needs: tuple[str, ...], compute: Callable[[Block], Any]) -> Stat:
     """A statistic that is summed over blocks."""
     return Stat(name, needs, compute, _total)
-
-
-def max_of(name: str, needs: tuple[str, ...], compute: Callable[[Block], Any]) -> Stat:
-    """A statistic whose largest block value counts."""
-    return Stat(name, needs, compute, _largest)
 
 
 def per_row(name: str, needs: tuple[str, ...], compute: Callable[[Block], Any]) -> Stat:

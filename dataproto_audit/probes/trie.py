@@ -58,15 +58,15 @@ class SharedCells:
 
 def shared_cells(view: BatchView, ctx: Context) -> SharedCells:
     """The structure of this batch, computed once per step: rows that moved take it along."""
-    responses, mask = view.tensors["responses"], view.tensors["response_mask"]
-    mark = ("trie", id(responses), id(mask))
-    tracked = not (responses.is_inference() or mask.is_inference())
-    versions = (responses._version, mask._version) if tracked else None
+    read = [view.tensors[name] for name in NEEDS if name in view.tensors]
+    mark = ("trie", *map(id, read))
+    tracked = not any(tensor.is_inference() for tensor in read)
+    versions = tuple(tensor._version for tensor in read) if tracked else None
     found = ctx.cache.get(mark)
     if found is None or not tracked or found[1] != versions:
         cells, rows = _moved_along(view, ctx.cache.get("trie"))
         ctx.cache["trie"] = cells, rows
-        found = ctx.cache[mark] = (cells, versions, responses, mask)
+        found = ctx.cache[mark] = (cells, versions, read)
     return cast(SharedCells, found[0])
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -16,6 +17,7 @@ from rich.text import Text
 from dataproto_audit.batch import RESPONSE_FIELDS, BatchView
 from dataproto_audit.codes import UsageError
 from dataproto_audit.dump.readers.saved import Saved
+from dataproto_audit.render.row_table import row_table
 from dataproto_audit.render.text import number, visible
 
 MAX_TOKENS = 400
@@ -52,7 +54,12 @@ def short(value: Any) -> str:
     return visible(_SHORT.repr(value))[:200].replace("\n", "\\n").replace("\t", "\\t")
 
 
-def show_dict(saved: Saved, *, rows: Sequence[int] = ()) -> dict[str, Any]:
+Decode = Callable[[int], str]
+
+
+def show_dict(
+    saved: Saved, *, rows: Sequence[int] = (), decode: Decode | None = None
+) -> dict[str, Any]:
     """The same as :func:`show`, as a document for JSON: what is not finite is None.
 
     Errors: :class:`UsageError` (``DPA857``) for a row outside the batch.
@@ -76,16 +83,18 @@ def show_dict(saved: Saved, *, rows: Sequence[int] = ()) -> dict[str, Any]:
         "meta": {str(name): short(value) for name, value in view.meta.items()},
         "opaque": list(saved.opaque),
         "notes": list(saved.notes),
-        "tokens": [_row_entry(view, row) for row in rows],
+        "tokens": [_row_entry(view, row, decode) for row in rows],
     }
 
 
-def show(saved: Saved, *, rows: Sequence[int] = ()) -> RenderableType:
+def show(saved: Saved, *, rows: Sequence[int] = (), decode: Decode | None = None) -> RenderableType:
     """What a batch holds, for a terminal; ``rows`` are shown token by token.
+
+    ``decode`` gives the text of a token id; without it tokens are shown by their ids.
 
     Errors: :class:`UsageError` (``DPA857``) for a row outside the batch.
     """
-    about = show_dict(saved, rows=rows)
+    about = show_dict(saved, rows=rows, decode=decode)
     parts: list[RenderableType] = [_headline(about), _tensor_table(about["fields"])]
     if about["objects"]:
         parts.append(_object_table("one object a row", about["objects"]))
@@ -165,16 +174,22 @@ def _array_entry(name: str, array: Any) -> dict[str, Any]:
 
 
 def _tensor_table(entries: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title="tensors" if entries else "no tensors")
+    """Fits 80 columns: columns that say nothing of any field are left out."""
+    table = Table(title="tensors" if entries else "no tensors", box=box.SIMPLE_HEAD,
+                  padding=(0, 0, 0, 1))  # fmt: skip
     for column in ("field", "dtype", "shape"):
         table.add_column(column, overflow="fold")
-    for column in ("min", "mean", "max", "not finite", "covered"):
-        table.add_column(column, justify="right")
+    broken = any(entry["not_finite"] for entry in entries)
+    masks = any(entry["coverage"] is not None for entry in entries)
+    more = ("min", "mean", "max", *(["not finite"] * broken), *(["covered"] * masks))
+    for column in more:
+        table.add_column(column, justify="right", no_wrap=True)
     for entry in entries:
         covered = "" if entry["coverage"] is None else f"{entry['coverage']:.1%}"
         cells = [entry["name"], entry["dtype"], entry["shape"]]
         cells += [number(entry[key]) for key in ("min", "mean", "max")]
-        table.add_row(*_texts(*cells, str(entry["not_finite"] or ""), covered))
+        cells += [str(entry["not_finite"] or "")] * broken + [covered] * masks
+        table.add_row(*_texts(*cells))
     return table
 
 
@@ -183,7 +198,7 @@ def _texts(*cells: str) -> list[Text]:
 
 
 def _object_table(title: str, entries: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title=title)
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
     columns = [key for key in ("name", "type", "shape", "example") if key in entries[0]]
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -192,7 +207,7 @@ def _object_table(title: str, entries: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def _row_entry(view: BatchView, row: int) -> dict[str, Any]:
+def _row_entry(view: BatchView, row: int, decode: Decode | None) -> dict[str, Any]:
     """The prompt of a row, its response column by column, and its objects."""
     if not -view.rows <= row < view.rows:
         raise UsageError(
@@ -211,19 +226,31 @@ def _row_entry(view: BatchView, row: int) -> dict[str, Any]:
         telling = [column for name, column in columns.items() if name not in _NOISY]
         used = [t for t in range(width) if any(len(c) > t and c[t] for c in telling)]
         width = max(used, default=-1) + 1
+    if decode and "responses" in columns:
+        columns["text"] = [_decoded(decode, token) for token in columns["responses"][:MAX_TOKENS]]
     prompts = view.numpy("prompts") if "prompts" in view.tensors else np.zeros((0, 0))
     prompt = prompts[row] if prompts.ndim == 2 and len(prompts) > row else np.zeros(0)
     if attention is not None and len(prompt) <= attention.shape[1]:
         prompt = prompt[attention[row][: len(prompt)] != 0]
+    ids = [_plain(token) for token in prompt[-MAX_TOKENS:]]
     return {
         "row": row,
-        "prompt": [_plain(token) for token in prompt[-MAX_TOKENS:]],
+        "prompt": ids,
+        **({"prompt_text": "".join(_decoded(decode, token) for token in ids)} if decode else {}),
         "left_out": max(0, width - MAX_TOKENS),
         "columns": {name: values[: min(width, MAX_TOKENS)] for name, values in columns.items()},
         "objects": {
             name: short(array[row]) for name, array in view.arrays.items() if len(array) > row
         },
     }
+
+
+def _decoded(decode: Decode, token: Any) -> str:
+    """The text of a token id; the id itself where it has none."""
+    try:
+        return decode(int(token))
+    except (TypeError, ValueError, IndexError, OverflowError, KeyError):
+        return f"<{token}>"
 
 
 def _plain(value: Any) -> Any:
@@ -237,16 +264,11 @@ def _plain(value: Any) -> Any:
 def _row_parts(row: dict[str, Any]) -> list[RenderableType]:
     prompt = " ".join(str(token) for token in row["prompt"]) or "none"
     parts: list[RenderableType] = [Text(f"row {row['row']}: prompt ids {prompt}")]
+    if "prompt_text" in row:
+        parts.append(Text(f"  prompt: {visible(row['prompt_text'])}"))
     parts += [Text(f"  {visible(name)}: {value}") for name, value in row["objects"].items()]
     if row["columns"]:
-        table = Table(title=f"row {row['row']}, response")
-        table.add_column("t", justify="right")
-        for name in row["columns"]:
-            table.add_column(Text(name), justify="right")
-        for t in range(max(map(len, row["columns"].values()))):
-            cells = [number(c[t]) if t < len(c) else "" for c in row["columns"].values()]
-            table.add_row(*_texts(str(t), *cells))
-        parts.append(table)
+        parts += row_table(row["row"], row["columns"])
     if row["left_out"]:
         parts.append(Text(f"  ... and {row['left_out']} more tokens"))
     return parts

@@ -29,7 +29,7 @@ def final_summary(summary: Mapping[str, Any], *, console: Console | None = None)
 
     Beside the documented keys these are shown when present: ``stage_wall_s`` {stage: seconds},
     ``every`` {check: k} for checks that do not run in each step, ``tables`` (where they are),
-    ``wall_s`` and ``audit_cpu_ms_per_step``. What is missing is left out.
+    ``wall_s``, ``resumed_after`` and ``audit_cpu_ms_per_step``. What is missing is left out.
     """
     console = stderr_console() if console is None else console
     grid = Table.grid(padding=(0, 2))
@@ -50,8 +50,12 @@ def _summary_lines(summary: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     if steps is not None:
         on = f" on {world} ranks" if world else ""
         backend = f" ({visible(summary['backend'])}{on})" if summary.get("backend") else on
-        wall = f" in {duration(summary['wall_s'])}" if summary.get("wall_s") is not None else ""
+        wall_s = summary.get("wall_s")
+        wall = f" in {duration(wall_s)} with start-up" if wall_s is not None else ""
         yield "steps", f"{number(steps)}{wall}{backend}"
+    after = summary.get("resumed_after")
+    if after:
+        yield "resumed", f"after step {number(after)}; all but the reward is of the steps since"
     if summary.get("boundaries") is not None:
         yield "boundaries", number(summary["boundaries"])
     if "outcomes" in summary:

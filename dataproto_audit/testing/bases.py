@@ -60,11 +60,15 @@ class Healthy:
     name: str
     options: Options
     steps: int = 2
+    recomputed: bool = False
+    """Log-probs are recomputed with the policy itself."""
 
 
 def healthy_configurations() -> list[Healthy]:
     """Every configuration of the healthy set, from the first step on."""
     plain, tools = replace(_PLAIN, step=1), replace(_TOOLS, step=1)
+    published = replace(plain, rollout_dtype="bfloat16")
+    far = replace(published, engine_gap=0.009, engine_tail=0.01)
     varied = (1, 2, 6, 3, 4, 5, 7, 4, 4, 3, 5, 4)
     made: dict[str, Options] = {
         f"{estimator} {way}": replace(base, estimator=estimator)
@@ -105,6 +109,14 @@ def healthy_configurations() -> list[Healthy]:
         "half precision": replace(plain, dtype="bfloat16"),
         "half precision engine": replace(plain, rollout_dtype="bfloat16"),
         "half precision, tool turns": replace(tools, dtype="bfloat16"),
+        "published gap": replace(published, engine_gap=0.010),
+        "published gap, largest": replace(published, engine_gap=0.018),
+        "published gap, far tokens": far,
+        "published gap, far tokens, two samples": replace(far, n=2, prompts=24),
+        "published gap, far tokens, tool turns": replace(far, multi_turn=True, response_width=10),
+        "published gap, far tokens, gae, dynamic": replace(far, critic=True, max_token_len=48),
+        "published gap, far tokens, correction": replace(far, correction=True),
+        "published gap, far tokens, half precision": replace(far, dtype="bfloat16"),
         "cold": replace(plain, temperature=0.5),
         "hot": replace(plain, temperature=1.5),
         "top-p": replace(plain, top_p=0.9),
@@ -151,14 +163,19 @@ def healthy_configurations() -> list[Healthy]:
     more = {"equal groups": 1, "images": 5, "images, unbalanced": 5, "images, half precision": 5,
             "exactly equal": 6, "nothing learnt": 12, "exactly equal, tool turns": 6,
             "recorded, dynamic": 6,
-            "recorded, filler rows": 10}  # fmt: skip
-    listed = [Healthy(name, options, more.get(name, 2)) for name, options in made.items()]
+            "recorded, filler rows": 10, "kl in reward": 4, "kl in reward, gae, tools": 4,
+            "published gap, far tokens": 4, "correction": 4}  # fmt: skip
+    recomputed = ("nothing learnt", "cold", "garbage on padding", "kl in reward, gae, tools")
+    listed = [Healthy(name, options, more.get(name, 2), name in recomputed)
+              for name, options in made.items()]  # fmt: skip
     return [*listed, Healthy("a run of thirty steps", replace(plain, mini_batches=2), 30),
             Healthy("a tool run of thirty steps", replace(tools, critic=True), 30),
             Healthy("a recorded run of thirty steps",
                     replace(plain, recorded=True, micro_rows=6, mini_batches=2), 30),
             Healthy("a recorded tool run of thirty steps",
                     replace(tools, recorded=True, micro_rows=6, mini_batches=2), 30),
+            Healthy("a run of twenty steps with a published gap",
+                    replace(far, response_width=24), 20),
             Healthy("a run of thirty half-precision steps", replace(plain, dtype="bfloat16"), 30),
             Healthy("a run of thirty stale steps, with entropy",
                     replace(plain, stale_steps=8, on_policy=False, entropy=True), 30),

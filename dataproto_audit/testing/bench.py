@@ -26,6 +26,8 @@ from dataproto_audit.testing.healthy import Boundary, boundaries
 from dataproto_audit.testing.layouts import jagged
 from dataproto_audit.testing.options import Options
 from dataproto_audit.testing.scoring import MEASURES, Score, Sighting, score
+from dataproto_audit.testing.toy_model import ToyModel
+from dataproto_audit.testing.toy_policy import ToyPolicy
 
 SEEDS = 3
 """Seeds of each healthy configuration; runs of ``LONG`` steps have one."""
@@ -131,9 +133,17 @@ def run_healthy(configurations: Iterable[Healthy], *, seed: int = 0) -> HealthyR
             options = replace(one.options, seed=one.options.seed + seed + 101 * extra)
             auditor = Auditor(options.settings(), on_fail="record")
             for step in range(options.step, options.step + one.steps):
+                if one.recomputed:
+                    auditor.model = model_at(options, step)
                 for report in _audited(auditor, replace(options, step=step), total):
                     total.alarms += [(one.name, f) for f in report if f.severity != "info"]
     return total
+
+
+def model_at(options: Options, step: int) -> ToyModel:
+    """The policy that samples and scores the rows of a step, as a module."""
+    policy = ToyPolicy(options.vocab, reserved=options.reserved)
+    return ToyModel(policy.at(options.step_drift * (step - 1)))
 
 
 def _audited(auditor: Auditor, options: Options, total: HealthyRuns) -> Iterator[Report]:
@@ -162,7 +172,7 @@ def run_fault(fault: Fault, base: str, *, seed: int = 0) -> FaultRun:
     options = replace(BASES[base], **fault.options)
     options = replace(options, seed=options.seed + seed)
     auditor = Auditor(options.settings(), on_fail="record")
-    seeding = _Seeding(fault)
+    seeding = Seeding(fault)
     sightings: list[Sighting] = []
     crash, number = "", 0
     for turn in range(-fault.lead, fault.lasts):
@@ -185,7 +195,7 @@ def run_fault(fault: Fault, base: str, *, seed: int = 0) -> FaultRun:
     return FaultRun(fault, base, score(fault, seeding.truth, sightings, moved=seeding.moved), crash)
 
 
-class _Seeding:
+class Seeding:
     """Makes the fault at its place in a step and remembers the truth."""
 
     def __init__(self, fault: Fault) -> None:

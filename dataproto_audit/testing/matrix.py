@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dataproto_audit.findings import Finding
-from dataproto_audit.testing.bench import BenchResult, FaultRun, counts_line
+from dataproto_audit.testing.bench import BenchResult, FaultRun, clopper_pearson, counts_line
 from dataproto_audit.testing.faults import CATALOGUE
 from dataproto_audit.testing.scoring import MEASURES
 
@@ -44,6 +44,12 @@ def _healthy(result: BenchResult) -> Iterator[str]:
     healthy = result.healthy
     yield (f"healthy: {healthy.batches} batches, {healthy.checks} checks executed, "
            f"{healthy.count('fail')} false fail, {healthy.count('warn')} false warn")  # fmt: skip
+    for severity, of, total in (("fail", "batches", healthy.batches),
+                                ("warn", "checks", healthy.checks)):  # fmt: skip
+        hits = min(healthy.count(severity), total)
+        low, high = clopper_pearson(hits, total)
+        yield (f"false {severity}: {hits} of {total} {of}, rate within {low:.4%} and {high:.4%} "
+               "(95 %, Clopper-Pearson)")  # fmt: skip
     yield f"{'probe on healthy data':34}{'runs':>8}{'alarms':>8}{'rate below (95 %)':>20}"
     for name, runs, alarms, bound in sorted(result.probes(), key=lambda row: row[1]):
         note = "  rarely executed" if runs < RARE else ""

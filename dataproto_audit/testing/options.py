@@ -61,6 +61,10 @@ class Options:
     of the batch, the sizes that rows are cut by."""
     cp_size: int = 2
     """Ranks that each sequence is split over, where it is recorded."""
+    engine_gap: float = 0.0
+    """Mean |old - rollout| that the engine's kernels make, in nats; 0 leaves rounding alone."""
+    engine_tail: float = 0.0
+    """Share of tokens that lie ``TAIL`` nats apart in the mean, instead."""
     exact: bool = False
     """Engine and trainer compute the same bits."""
     layout: str = "padded"

@@ -35,6 +35,8 @@ from dataproto_audit.testing.toy_policy import START, STOP, ToyPolicy, prompt_ha
 
 HALF_NOISE, FULL_NOISE = 0.01, 3e-7
 """Standard deviation of what two passes over the same tokens differ by, in nats."""
+TAIL, FARTHEST = 0.75, 1.5
+"""Mean and largest |old - rollout| of the few tokens that are far apart in large models."""
 
 
 class SimulatedStep:
@@ -63,6 +65,23 @@ class SimulatedStep:
         """What a second pass over the same tokens differs by."""
         scale = HALF_NOISE if half else FULL_NOISE
         return self.random.normal(0.0, scale * self.noise_scale, shape)
+
+    def engine_scored(self, exact: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Log-probs as the engine has them: off by rounding, or as far as published runs report.
+
+        Published are means of |old - rollout| of 0.010 to 0.018 nats, and means of
+        exp(|old - rollout|) (``token_mult_prob_error``) of up to 1.05, which single tokens make.
+        """
+        o = self.options
+        if not o.engine_gap:
+            return np.minimum(exact + self.noise(exact.shape, half=o.engine_half), 0.0)
+        far = self.random.random(exact.shape) < o.engine_tail
+        noise = self.random.laplace(0.0, np.where(far, TAIL, o.engine_gap))
+        # Added to logits: what is likely moves less, and no log-prob becomes 0.
+        odds = exact - np.log(-np.expm1(np.minimum(exact, -1e-9)))
+        odds += noise.clip(-FARTHEST, FARTHEST)
+        moved: NDArray[np.float64] = -np.logaddexp(0.0, -odds)
+        return moved
 
     def stages(self, prompts: DataProto) -> Iterator[tuple[str, Callable[[DataProto], Any]]]:
         """Name and work of each stage between the prompts and the weight sync."""
@@ -172,8 +191,7 @@ class SimulatedStep:
         if aborted:
             responses[-aborted:], attended[-aborted:], trained[-aborted:] = 0, False, False
         scored, _ = self.engine.score(hashes, responses)
-        noise = self.noise(scored.shape, half=o.engine_half)
-        log_probs = np.where(trained, np.minimum(scored + noise, 0.0), 0.0)
+        log_probs = np.where(trained, self.engine_scored(scored), 0.0)
         attention = np.concatenate([used, attended], 1)
         positions = np.maximum(np.cumsum(attention, 1) - 1, 0)
         if o.channels:
@@ -351,7 +369,8 @@ class SimulatedStep:
     def validation(self) -> DataProto:
         """A few scored responses to other prompts."""
         batch = DataProto()
-        lists = [[START], [START, 7][: self.options.prompt_width], [START]]
+        other = min(7, self.options.vocab - 1)
+        lists = [[START], [START, other][: self.options.prompt_width], [START]]
         self._replace(batch, self._sampled(lists)[0])
         self.reward(batch)
         return batch

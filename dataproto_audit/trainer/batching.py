@@ -140,11 +140,14 @@ def _runs(ends: Lengths, cap: int) -> list[int]:
         taken = int(ends[nxt - 1])
 
 
-def agreed_micro_batches(per_rank: Sequence[Lengths], *, limit: int) -> list[list[Index]]:
-    """Dynamic micro-batches of every rank, the same number on each.
+def agreed_micro_batches(
+    per_rank: Sequence[Lengths], *, limit: int, divisible_by: int = 1
+) -> list[list[Index]]:
+    """Dynamic micro-batches of every rank, the same number on each, a multiple of ``divisible_by``.
 
-    The number is the largest that any rank needs; ranks hold equally many rows, so each can fill
-    it. Raises DPA856 if a row is above the limit, DPA854 if ranks hold unequal numbers of rows.
+    The number is the largest that any rank needs, rounded up; ranks hold equally many rows, so
+    each can fill it. Raises DPA856 if a row is above the limit, DPA854 if ranks hold unequal
+    numbers of rows, or fewer rows than micro-batches.
     """
     if len({len(lengths) for lengths in per_rank}) > 1:
         raise UsageError(
@@ -153,7 +156,39 @@ def agreed_micro_batches(per_rank: Sequence[Lengths], *, limit: int) -> list[lis
             "Ranks need equally many rows.",
         )
     need = max(len(fewest_micro_batches(lengths, limit=limit)) for lengths in per_rank)
-    return [dynamic_micro_batches(lengths, limit=limit, count=need) for lengths in per_rank]
+    count = -(-need // divisible_by) * divisible_by
+    _check_count(count, rows=len(per_rank[0]), divisible_by=divisible_by)
+    return [dynamic_micro_batches(lengths, limit=limit, count=count) for lengths in per_rank]
+
+
+def counted_micro_batches(rows: int, *, size: int, divisible_by: int) -> list[Index]:
+    """:func:`static_micro_batches` whose number is a multiple of ``divisible_by``.
+
+    ``size`` 0 takes as few as that allows, of equal sizes up to one row. Raises DPA854 if rows and
+    size do not come out at a multiple.
+    """
+    if not size:
+        _check_count(divisible_by, rows=rows, divisible_by=divisible_by)
+        return list(np.array_split(np.arange(rows), divisible_by))
+    parts = static_micro_batches(rows, size=size)
+    if len(parts) % divisible_by:
+        raise UsageError(
+            "DPA854",
+            f"{rows} rows per rank in micro-batches of {size} are {len(parts)} micro-batches; the "
+            f"pipeline takes multiples of {divisible_by}.",
+            "Change actor.ppo_micro_batch_size_per_gpu (or the log_prob one).",
+        )
+    return parts
+
+
+def _check_count(count: int, *, rows: int, divisible_by: int) -> None:
+    if count > rows and divisible_by > 1:
+        raise UsageError(
+            "DPA854",
+            f"{rows} rows per rank cannot fill {count} micro-batches; the pipeline takes multiples "
+            f"of {divisible_by}.",
+            "Raise actor.ppo_mini_batch_size or the token limit, or lower the pipeline sizes.",
+        )
 
 
 def mini_batch_rows(

@@ -19,7 +19,7 @@ from dataproto_audit.trainer.callbacks import Callbacks
 from dataproto_audit.trainer.cpu import CpuMeter
 from dataproto_audit.trainer.rollout.group import Rollout
 from dataproto_audit.trainer.tokenizer import Tokenizer
-from dataproto_audit.trainer.validate import world_size
+from dataproto_audit.trainer.validate import data_parallel_size
 from dataproto_audit.trainer.workers.group import WorkerGroup
 
 PROBED_ROWS = 8
@@ -39,7 +39,7 @@ def audit_settings(config: DictConfig, tokenizer: Tokenizer, vocab_size: int) ->
         stop_ids=tuple(tokenizer.stop_ids),
         pad_id=tokenizer.pad_id,
         vocab_size=vocab_size,
-        world_size=world_size(config),
+        world_size=data_parallel_size(config),
         trainer_dtype=compute if compute != "float32" else roles.model.dtype,
         ref_from_actor=True,
         on_policy=True,
@@ -76,7 +76,7 @@ class SyncProbe:
             return {"sync_probe": self._score(self.batch)}
 
     def _score(self, batch: DataProto) -> dict[str, Any]:
-        world = self.workers.world_size
+        world = self.workers.dp_size
         rows = min(len(batch), -(-PROBED_ROWS // world) * world)
         sample = batch.select_idxs(list(range(rows)))
         mask = sample.batch["response_mask"] != 0

@@ -23,6 +23,7 @@ from dataproto_audit.trainer.algorithms.advantages import AdvantageInputs, compu
 from dataproto_audit.trainer.batching import balance
 from dataproto_audit.trainer.callbacks import Callbacks
 from dataproto_audit.trainer.metrics import batch_metrics
+from dataproto_audit.trainer.validate import data_parallel_size
 
 STAGES = (
     "prompts", "rollout", "union", "balance", "reward", "old_log_prob", "ref_log_prob",
@@ -180,8 +181,7 @@ class Loop:
     def balance(self, batch: DataProto) -> DataProto:
         """Reorder rows so that the ranks' contiguous chunks hold about equally many tokens."""
         lengths = batch.batch["attention_mask"].sum(1)
-        trainer = self.config.trainer
-        order = balance(lengths.numpy(), ranks=trainer.nnodes * trainer.n_gpus_per_node)
+        order = balance(lengths.numpy(), ranks=data_parallel_size(self.config))
         batch.reorder(torch.from_numpy(order))
         return batch
 

@@ -18,6 +18,7 @@ from dataproto_audit.trainer.batching import (
     Lengths,
     agreed_micro_batches,
     check_rows_fit,
+    counted_micro_batches,
     mini_batch_rows,
     static_micro_batches,
 )
@@ -25,10 +26,15 @@ from dataproto_audit.trainer.batching import (
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """How rows are cut: ``max_tokens`` (a hard limit) if set, else ``rows`` at a time."""
+    """How rows are cut: ``max_tokens`` (a hard limit) if set, else ``rows`` at a time.
+
+    The number of micro-batches is a multiple of ``divisible_by``, which an interleaved pipeline
+    asks for; without a size of their own they are as few as that allows.
+    """
 
     rows: int = 0
     max_tokens: int = 0
+    divisible_by: int = 1
 
     def check(self, lengths: Lengths) -> None:
         """Raise DPA856, naming the row of the batch, if one is above the token limit."""
@@ -38,7 +44,14 @@ class MicroBatching:
     def split(self, per_rank: Sequence[Lengths]) -> list[list[Index]]:
         """Micro-batches of every rank, equally many; positions within each rank's rows."""
         if self.max_tokens:
-            return agreed_micro_batches(per_rank, limit=self.max_tokens)
+            return agreed_micro_batches(
+                per_rank, limit=self.max_tokens, divisible_by=self.divisible_by
+            )
+        if self.divisible_by > 1:
+            return [
+                counted_micro_batches(len(lengths), size=self.rows, divisible_by=self.divisible_by)
+                for lengths in per_rank
+            ]
         size = self.rows or max(len(lengths) for lengths in per_rank)
         return [static_micro_batches(len(lengths), size=size) for lengths in per_rank]
 

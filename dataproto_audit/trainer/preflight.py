@@ -10,12 +10,15 @@ from omegaconf import DictConfig
 
 from dataproto_audit.atomic import storage_error
 from dataproto_audit.policy import Policy, load_policy
+from dataproto_audit.trainer.backends.fsdp_limits import check_model
 from dataproto_audit.trainer.data import open_data
+from dataproto_audit.trainer.megatron import check_megatron
 from dataproto_audit.trainer.models import ModelFolder, prepare_model
 from dataproto_audit.trainer.prompts import PromptData
 from dataproto_audit.trainer.resume import MODEL, Place, find_place
 from dataproto_audit.trainer.rewards import Scorer, open_scorer
 from dataproto_audit.trainer.validate import validate
+from dataproto_audit.trainer.workers.spec import roles_of, strategy_of, worker_spec
 
 
 @dataclass
@@ -72,6 +75,10 @@ def settle_model(config: DictConfig, inputs: Inputs, run_dir: Path) -> None:
 
 def _open(config: DictConfig, model_dir: Path) -> Inputs:
     model = prepare_model(config.actor_rollout_ref.model, folder=model_dir)
+    spec = worker_spec(config, model_path=str(model.path))
+    if "fsdp2" in {strategy_of(spec, role) for role in roles_of(spec)}:
+        check_model(spec.model, spec.fsdp, model.config)
+    check_megatron(config, spec, model.config)
     validates = config.trainer.test_freq > 0 or config.trainer.val_before_train
     return Inputs(
         model=model,

@@ -15,9 +15,15 @@ from omegaconf import DictConfig, ListConfig
 
 from dataproto_audit.auditor import LEVELS, ON_FAIL
 from dataproto_audit.codes import UsageError
+from dataproto_audit.trainer.backends.megatron.options import RECOMPUTE
 
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 DTYPES = ("float32", "bfloat16", "float16")
+MAY_BE_NULL = (
+    "actor_rollout_ref.ref.strategy",
+    "actor_rollout_ref.actor.megatron.recompute_granularity",
+    "actor_rollout_ref.ref.megatron.recompute_granularity",
+)
 CHOICES: dict[str, tuple[str, ...]] = {
     "audit.level": LEVELS,
     "audit.on_fail": ON_FAIL,
@@ -32,7 +38,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "flex_attention",
     ),
     "actor_rollout_ref.model.tiny.architecture": ("qwen3",),
-    "actor_rollout_ref.actor.strategy": ("fsdp2",),
+    "actor_rollout_ref.actor.strategy": ("fsdp2", "megatron"),
+    "actor_rollout_ref.ref.strategy": ("fsdp2", "megatron"),
+    "actor_rollout_ref.actor.megatron.recompute_granularity": RECOMPUTE,
+    "actor_rollout_ref.ref.megatron.recompute_granularity": RECOMPUTE,
     "actor_rollout_ref.actor.fsdp_config.wrap": ("root", "layer"),
     "actor_rollout_ref.actor.fsdp_config.param_dtype": DTYPES,
     "actor_rollout_ref.actor.optim.name": ("adamw", "sgd"),
@@ -91,6 +100,10 @@ class Range:
 
 
 COUNT = Range(1)
+PARALLEL_SIZES = {
+    "tensor_model_parallel_size": COUNT, "pipeline_model_parallel_size": COUNT,
+    "virtual_pipeline_model_parallel_size": Range(2), "context_parallel_size": COUNT,
+}  # fmt: skip
 FROM_0 = Range(0)
 POSITIVE = Range(0, above=True)
 SEED = Range(0, LARGEST_SEED)
@@ -111,10 +124,14 @@ RANGES: dict[str, dict[str, Range]] = {
     },
     "actor_rollout_ref.actor": {
         "ppo_mini_batch_size": COUNT, "ppo_micro_batch_size_per_gpu": COUNT,
-        "ppo_max_token_len_per_gpu": COUNT, "ppo_epochs": COUNT, "clip_ratio": FROM_0,
+        "ppo_max_token_len_per_gpu": COUNT, "ulysses_sequence_parallel_size": COUNT,
+        "ppo_epochs": COUNT, "clip_ratio": FROM_0,
         "clip_ratio_low": FROM_0, "clip_ratio_high": FROM_0, "clip_ratio_c": Range(1, above=True),
         "kl_loss_coef": FROM_0, "grad_clip": POSITIVE,
     },
+    "actor_rollout_ref.actor.fsdp_config": {"fsdp_size": Range(-1)},
+    "actor_rollout_ref.actor.megatron": PARALLEL_SIZES,
+    "actor_rollout_ref.ref.megatron": PARALLEL_SIZES,
     "actor_rollout_ref.actor.optim": {
         "lr": FROM_0, "lr_warmup_steps": FROM_0, "weight_decay": FROM_0, "eps": FROM_0,
     },
@@ -144,7 +161,7 @@ def check_each(config: DictConfig) -> None:
     """Raise DPA851 for the first value that its key does not take, with the key and the remedy."""
     for key, choices in CHOICES.items():
         value = value_of(config, key)
-        if value not in choices:
+        if value not in choices and not (value is None and key in MAY_BE_NULL):
             raise UsageError(
                 "DPA851", f"{key} is {value!r}.", f"Choose one of: {', '.join(choices)}."
             )
@@ -167,7 +184,7 @@ def check_each(config: DictConfig) -> None:
 def taken(key: str) -> str:
     """What a dotted key takes, for a table; "" where only its type says."""
     if key in CHOICES:
-        return ", ".join(CHOICES[key])
+        return ", ".join((*CHOICES[key], *(("null",) if key in MAY_BE_NULL else ())))
     if key == BETAS:
         return "two numbers, >= 0, < 1"
     section, _, name = key.rpartition(".")

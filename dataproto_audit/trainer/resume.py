@@ -22,6 +22,7 @@ from dataproto_audit.dump.run_folder import (
 )
 from dataproto_audit.trainer.backends.checkpoint import latest, read_index, verify_files
 from dataproto_audit.trainer.validate import world_size
+from dataproto_audit.trainer.workers.spec import checkpoint_layout, worker_spec
 
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
@@ -132,7 +133,7 @@ def _checked(config: DictConfig, path: Path, step: int) -> Resumed:
             " nothing is left to train.",
             f"Set trainer.total_training_steps above {step}.",
         )
-    layout = {"strategy": str(config.actor_rollout_ref.actor.strategy)}
+    layout = checkpoint_layout(worker_spec(config, model_path=""))
     index = read_index(path, world_size=world_size(config), layout=layout)
     extra = index.extra
     if not isinstance(extra.get("data"), dict) or not isinstance(extra.get("rewards"), list):

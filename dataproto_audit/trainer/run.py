@@ -6,6 +6,7 @@ warm-up runs while the engine still loads.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import tempfile
@@ -13,14 +14,16 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from dataproto_audit.auditor import Auditor
+from dataproto_audit.codes import RunError
 from dataproto_audit.dump.run_folder import RunFolder
+from dataproto_audit.dump.trace import TRACE_DIR, TraceWriter
 from dataproto_audit.findings import OUTCOME_KINDS, SEVERITIES, AuditError
 from dataproto_audit.render.terminal import Progress
 from dataproto_audit.trainer.callbacks import Callbacks
@@ -32,11 +35,13 @@ from dataproto_audit.trainer.parts import build_parts
 from dataproto_audit.trainer.preflight import Inputs, prepare, settle_model
 from dataproto_audit.trainer.resume import CHECKPOINTS, MODEL, Resumed
 from dataproto_audit.trainer.rollout.group import Rollout
-from dataproto_audit.trainer.validate import world_size
+from dataproto_audit.trainer.validate import data_parallel_size, world_size
 from dataproto_audit.trainer.workers import hang
 from dataproto_audit.trainer.workers.cluster import cluster, ray_options
 from dataproto_audit.trainer.workers.group import WorkerGroup
 from dataproto_audit.trainer.workers.spec import worker_spec
+
+log = logging.getLogger("dataproto_audit")
 
 MEAN_OVER = 3
 """First and last steps that ``reward_first`` and ``reward_last`` are means of."""
@@ -71,16 +76,21 @@ def run(config: DictConfig, *, callbacks: Callbacks | None = None) -> Result:
                     config=OmegaConf.to_yaml(config),
                     existing=place.existing,
                     resume_after=checkpoint.step if checkpoint else None,
-                    also_owned=("trace", CHECKPOINTS, MODEL),
+                    also_owned=(TRACE_DIR, CHECKPOINTS, MODEL),
                 )
             )
             settle_model(config, inputs, folder.path)
         progress = stack.enter_context(Progress())
+        settings = audit_settings(config, inputs.model.tokenizer, inputs.model.vocab_size)
+        trace = _trace(config, folder.path, asdict(settings), checkpoint)
+        if trace is not None:
+            stack.callback(_close, trace)
         auditor = Auditor(
-            audit_settings(config, inputs.model.tokenizer, inputs.model.vocab_size),
+            settings,
             level=config.audit.level,
             on_fail=config.audit.on_fail,
             tables=folder.tables,
+            trace=trace,
             policy=prepared.policy,
         )
         stack.enter_context(cluster(**ray_options(config)))
@@ -102,11 +112,34 @@ def run(config: DictConfig, *, callbacks: Callbacks | None = None) -> Result:
         except AuditError as error:
             stopped_by = AuditError(error.findings, str(folder.path))
         progress.stop()
+        if trace is not None:
+            _close(trace)
+            auditor.cpu_s += trace.cpu_s
         summary = _summary(config, loop, auditor, meter, folder, time.monotonic() - began)
         if stopped_by:
             summary["stopped_by"] = stopped_by.findings[0].to_dict()
         folder.finish(summary)
     return Result(summary, stopped_by)
+
+
+def _trace(
+    config: DictConfig, folder: Path, settings: dict[str, Any], resumed: Resumed | None
+) -> TraceWriter | None:
+    """The recorder of boundaries, as ``audit.trace`` says."""
+    if "off" in (config.audit.trace, config.audit.level):
+        return None
+    after = resumed.step if resumed else None
+    return TraceWriter(
+        folder / TRACE_DIR, retention=config.audit.trace, settings=settings, after=after
+    )
+
+
+def _close(trace: TraceWriter) -> None:
+    """Finish the trace; a disk that refuses is reported and harms nothing else."""
+    try:
+        trace.close()
+    except RunError as error:
+        log.error("DPA905 the trace is not complete: %s", error)
 
 
 def plan(config: DictConfig) -> dict[str, Any]:
@@ -116,6 +149,7 @@ def plan(config: DictConfig) -> dict[str, Any]:
         inputs = prepared.inputs
         first = inputs.prompts.batch(1)
     roles, world = config.actor_rollout_ref, world_size(config)
+    chunks = data_parallel_size(config)
     rows = config.data.train_batch_size * roles.rollout.n
     mini = roles.actor.ppo_mini_batch_size * roles.rollout.n
     return {
@@ -131,9 +165,9 @@ def plan(config: DictConfig) -> dict[str, Any]:
         },
         "ranks": world,
         "rows_per_step": rows,
-        "rows_per_rank": rows // world,
+        "rows_per_rank": rows // chunks,
         "mini_batches_per_step": rows // mini * roles.actor.ppo_epochs,
-        "rows_per_mini_batch_and_rank": mini // world,
+        "rows_per_mini_batch_and_rank": mini // chunks,
         "engine": roles.rollout.name,
         "stages": [s for s in STAGES if s != "ref_log_prob" or roles.actor.use_kl_loss],
         "steps": config.trainer.total_training_steps,
@@ -230,6 +264,7 @@ def _summary(
     return {
         "run_dir": str(folder.path),
         "steps": loop.step,
+        "resumed_after": loop.step - loop.trained or None,
         "reward_first": sum(first) / len(first) if first else None,
         "reward_last": sum(last) / len(last) if last else None,
         "boundaries": auditor.boundaries,

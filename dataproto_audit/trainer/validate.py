@@ -9,6 +9,9 @@ from typing import Any
 from omegaconf import DictConfig
 
 from dataproto_audit.codes import UsageError
+from dataproto_audit.dump.retention import Retention
+from dataproto_audit.trainer.backends.megatron.layout import check_ranks
+from dataproto_audit.trainer.backends.megatron.options import options_from
 from dataproto_audit.trainer.ranges import check_each
 
 GROUP_RELATIVE = ("grpo",)
@@ -21,11 +24,14 @@ def validate(config: DictConfig) -> None:
     after (:func:`.preflight.prepare`).
     """
     check_each(config)
+    if config.audit.trace != "off":
+        Retention.parse(config.audit.trace, key="audit.trace")
     _one_machine(config)
     _temperature(config)
     _names(config)
     _files(config.data)
     _groups(config)
+    _fsdp(config)
     _divisible(config)
     _token_limits(config)
     _lengths(config)
@@ -35,6 +41,17 @@ def validate(config: DictConfig) -> None:
 def world_size(config: DictConfig) -> int:
     """Training ranks of the run."""
     return int(config.trainer.nnodes) * int(config.trainer.n_gpus_per_node)
+
+
+def data_parallel_size(config: DictConfig) -> int:
+    """Chunks that a batch is cut into for the actor; ranks that share a model's parts or a
+    sequence get the same one."""
+    actor = config.actor_rollout_ref.actor
+    if actor.strategy == "megatron":
+        together = options_from(actor.megatron).model_ranks
+    else:
+        together = int(actor.ulysses_sequence_parallel_size)
+    return max(1, world_size(config) // together)
 
 
 def _one_machine(config: DictConfig) -> None:
@@ -97,13 +114,31 @@ def _groups(config: DictConfig) -> None:
         )
 
 
+def _fsdp(config: DictConfig) -> None:
+    roles = config.actor_rollout_ref
+    if roles.actor.strategy != "fsdp2" and roles.ref.strategy != "fsdp2":
+        return
+    from dataproto_audit.trainer.backends.device import training_device
+    from dataproto_audit.trainer.backends.fsdp_limits import check_layout
+    from dataproto_audit.trainer.workers.spec import fsdp_options, model_spec
+
+    check_layout(
+        model_spec(config, model_path=""),
+        fsdp_options(config),
+        world_size=world_size(config),
+        device=training_device().type,
+    )
+
+
 def _divisible(config: DictConfig) -> None:
     actor = config.actor_rollout_ref.actor
     prompts, n, world = (
         config.data.train_batch_size,
         config.actor_rollout_ref.rollout.n,
-        world_size(config),
+        data_parallel_size(config),
     )
+    if actor.strategy == "megatron":
+        check_ranks(options_from(actor.megatron), world_size=world_size(config))
     mini = actor.ppo_mini_batch_size
     if prompts % mini:
         raise UsageError(

@@ -208,3 +208,15 @@ def test_every_other_name_belongs_to_a_setting() -> None:
     listed = [name for names in NAMES.values() for name in set(names)]
     shared = {name for name in listed if listed.count(name) > 1}
     assert {name.rpartition(".")[2] for name in shared} <= {"clip_ratio"}
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"), [("temprature", "temperature"), ("adv_estimatr", "adv_estimator")]
+)
+def test_a_mistyped_plain_key_is_refused(typo: str, meant: str) -> None:
+    with pytest.raises(UsageError, match=f"{typo}.*{meant}"):
+        settings_from({typo: 1}, {})
+
+
+def test_keys_of_verls_sections_that_we_do_not_read_are_left_alone() -> None:
+    settings_from({"actor_rollout_ref": {"rollout": {"temperatures": 1}}, "seed": 3}, {})

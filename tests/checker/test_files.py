@@ -35,7 +35,7 @@ def history(path: Path, *steps: Any) -> Path:
 def test_a_saved_batch(tmp_path: Path) -> None:
     [checked] = check_file(save(tmp_path / "step_1.pkl", EARLY))
     assert checked.label.endswith("step_1.pkl")
-    assert (checked.evidence_level, checked.report.ok) == ("batch", False)
+    assert (checked.evidence_level, checked.report.ok) == ("full", False)
     assert checked.report.findings[0].code == "DPA405"
     said = json.loads(json.dumps(checked.to_dict()))
     assert set(said) == KEYS

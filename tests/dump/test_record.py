@@ -181,6 +181,8 @@ def test_rank_and_loss_rows_fit_their_tables():
     from_tuples(TABLES["ranks"], rows)
     assert [row[6] for row in rows] == [0.0, 0.25, None]
     assert rows[2] == ("update_actor", 2, 2, 0, 0, 0, None, None)
+    told = record.rank_rows("update_actor", [{**notes[0], "bubble": 0.2}, notes[1]])
+    assert [row[6] for row in told] == [0.2, 0.25], "what a rank noted comes first"
     loss = record.loss_rows([(0, "pg_loss", 1.0, 7.0, 1.5), (0, "total", 2.0, None, 2.0)])
     from_tuples(TABLES["loss"], loss)
     assert [(row[1], row[5]) for row in loss] == [("pg", 0.5), ("total", 0.0)]

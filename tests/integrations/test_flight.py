@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from dataproto_audit import attach, open_run
-from dataproto_audit.batch import BatchView
-from dataproto_audit.dump.readers import read_batches
+from dataproto_audit.dump.trace import Trace
 from dataproto_audit.integrations.flight import brief
 
 from .conftest import make
@@ -41,10 +40,10 @@ def test_a_union_of_unequal_sides(verl: ModuleType, caplog: pytest.LogCaptureFix
     assert isinstance(error, AssertionError)
     assert "in union of step 1" in caplog.text
     assert "16 rows vs 4, 16 = 4 x n (n=4): left side was not repeated" in caplog.text
-    kept = sorted(p.name for p in Path("run/trace/step_000001/union").iterdir())
-    assert kept == ["left.pkl", "right.pkl"]
-    saved = list(read_batches(Path("run/trace/step_000001/union/right.pkl")))
-    assert len(saved) == 1
+    kept = {b.part: b for b in Trace("run").step(1).boundaries if b.part}
+    assert list(kept) == ["left", "right"]
+    assert {(b.stage, b.when) for b in kept.values()} == {("union", "before")}
+    assert (kept["left"].view().rows, kept["right"].view().rows) == (4, 16)
     run = open_run("run")
     assert run.finished
     assert run.summary["error"].startswith(type(error).__name__)
@@ -68,7 +67,11 @@ def test_the_input_of_the_stage_is_kept(
     assert fitted(trainer) is error
     assert f"in {stage} of step 1: RuntimeError: out of memory" in caplog.text
     assert "nothing wrong was found in its input (input 16 rows" in caplog.text
-    assert Path(f"run/trace/step_000001/{stage}/input.pkl").stat().st_size > 0
+    step = Trace("run").step(1)
+    assert step.ended == "broken_off"
+    assert step.boundaries[-1].stage == stage
+    assert step.boundaries[-1].part == "input"
+    assert step.boundaries[-1].view().rows == 16
 
 
 def test_a_broken_field_is_named(verl: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
@@ -90,8 +93,9 @@ def test_between_the_stages_the_last_batch_counts(
     trainer._save_checkpoint = raising(OSError("disk full"))
     assert isinstance(fitted(trainer), OSError)
     assert "verl raised in update_actor of step 1: OSError: disk full" in caplog.text
-    [batch] = read_batches(Path("run/trace/step_000001/update_actor/input.pkl"))
-    assert "advantages" in BatchView.of(batch.batch)
+    kept = Trace("run").step(1).boundaries[-1]
+    assert (kept.stage, kept.part) == ("update_actor", "input")
+    assert "advantages" in kept.view()
 
 
 def test_an_error_is_kept_once(verl: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
@@ -104,7 +108,7 @@ def test_an_error_is_kept_once(verl: ModuleType, caplog: pytest.LogCaptureFixtur
 def test_it_can_be_switched_off(verl: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
     trainer = make(verl)
     trainer._update_actor = raising(RuntimeError("x"))
-    fitted(trainer, flight_recorder=False)
+    fitted(trainer, flight_recorder=False, trace="off")
     assert "Diagnosis" not in caplog.text
     assert not Path("run/trace").exists()
     assert open_run("run").finished
@@ -120,7 +124,16 @@ def test_an_interrupt_closes_the_tables(verl: ModuleType) -> None:
     with pytest.raises(KeyboardInterrupt), attach(trainer, run_dir="run"):
         trainer.fit()
     assert open_run("run").finished
-    assert not Path("run/trace").exists()
+    step = Trace("run").step(1)
+    assert step.ended == "broken_off"
+    assert not any(boundary.part for boundary in step.boundaries)
+
+
+def test_without_a_trace_only_the_input_is_kept(verl: ModuleType) -> None:
+    trainer = make(verl)
+    trainer._update_actor = raising(RuntimeError("x"))
+    fitted(trainer, trace="off")
+    assert [b.name for b in Trace("run").step(1).boundaries] == ["00_update_actor_before_input"]
 
 
 def test_our_own_failure_does_not_hide_the_error(
@@ -162,6 +175,9 @@ def test_the_first_nan_is_kept(verl: ModuleType, caplog: pytest.LogCaptureFixtur
     trainer._compute_old_log_prob = not_finite
     with attach(trainer, run_dir="run"):
         trainer.fit()
-    kept = [p.as_posix() for p in Path("run/trace").rglob("*.pkl")]
-    assert kept == ["run/trace/step_000002/old_log_prob/not_finite.pkl"]
+    trace = Trace("run")
+    assert trace.steps == [2, 3]
+    recorded = trace.step(2).find("old_log_prob")
+    assert recorded is not None
+    assert recorded.tensor("old_log_probs", rows=[0])[0, 0].isnan()
     assert caplog.text.count("first values that are not finite") == 1

@@ -5,7 +5,6 @@ import logging
 import random
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 from dataproto_audit import attach, open_run
+from dataproto_audit.dump.trace import Trace
 from dataproto_audit.integrations import verl_versions
 from dataproto_audit.integrations.verl_v1_store import grouped, uid_of
 from dataproto_audit.testing.options import Options
@@ -181,7 +181,8 @@ def test_an_error_of_verl_goes_on_and_its_input_is_kept(
     with attach(trainer, run_dir="run"), pytest.raises(RuntimeError, match="no values today"):
         trainer.fit()
     assert "verl raised in ref_log_prob of step 1" in caplog.text
-    assert (Path("run") / "trace/step_000001/ref_log_prob/input.pkl").exists()
+    kept = Trace("run").step(1).boundaries[-1]
+    assert (kept.stage, kept.part) == ("ref_log_prob", "input")
 
 
 def test_stages_that_are_left_out_are_not_read(v1: ModuleType) -> None:

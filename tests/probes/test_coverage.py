@@ -315,3 +315,8 @@ def test_a_single_last_pad_id_that_the_engine_scored_was_sampled() -> None:
     unscored = [*one, {"op": "set", "f": "rollout_log_probs", "at": [3, 4], "v": 0.0}]
     [found] = [f for f in check(cook("T", unscored)) if f.code == "DPA205"]
     assert dict(found.columns) == {3: (4,)}
+
+
+def test_a_single_turn_has_no_tools() -> None:
+    outcome = audit(until="rollout").outcome("tool_tokens_untrained", "rollout")
+    assert (outcome.kind, outcome.reason) == ("not_applicable", "no tools: one turn")

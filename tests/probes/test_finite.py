@@ -84,3 +84,8 @@ def test_nan_is_found_whatever_the_estimator(field: str) -> None:
     [finding] = [f for f in check(given) if f.code == "DPA420"]
     assert (finding.field, finding.rows, finding.columns) == (field, (1,), {1: (2,)})
     assert (finding.severity, finding.causes[0]) == ("fail", "non_finite")
+
+
+def test_without_rollout_correction_there_are_no_weights() -> None:
+    outcome = audit(until="advantage").outcome("rollout_is_weights_finite", "advantage")
+    assert (outcome.kind, outcome.reason) == ("not_applicable", "no rollout correction")

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dataproto_audit.auditor import Auditor
 from dataproto_audit.probes.dynamics import WEIGHTS
 from dataproto_audit.probes.outliers import REF_GAP
 from dataproto_audit.probes.registry import AT_END
@@ -226,3 +227,15 @@ def test_a_reference_is_only_suspect_while_the_policy_moves(history: Series, kin
 def test_a_reference_of_its_own_is_fine() -> None:
     ran = audit(LATER, until=REF, history=MOVED)
     assert ran.outcome("reference_stays", REF).kind == "passed"
+
+
+@pytest.mark.parametrize(("metrics", "kind"), [
+    ({"val/score": 0.1}, "not_applicable"), ({"actor/lr": 0.1}, "not_checkable"),
+])  # fmt: skip
+def test_a_step_0_that_only_validates(metrics: dict[str, float], kind: str) -> None:
+    auditor = Auditor(Options().settings(), on_fail="record")
+    auditor.begin_step(0)
+    report = auditor.end_step(metrics)
+    said = {o.check: o.kind for o in report.outcomes}
+    for name in ("gap_stays", "tokens_trained", "masked_share_stays", "groups_alive", "kl_spike"):
+        assert said[name] == kind

@@ -183,3 +183,22 @@ def test_positions_are_those_counted_by_hand(kinds: list[Any], merge: int, left:
     attended = np.arange(len(images)) >= left
     want = _expected(attended, images, np.array(grids).reshape(-1, 3), merge)
     assert [tuple(column) for column in want[:, left:].T.tolist()] == _by_hand(kinds)
+
+
+def test_a_batch_of_text_has_no_images() -> None:
+    ran = audit(Options(), until="rollout")
+    for name in ("image_positions", "token_types"):
+        outcome = ran.outcome(name, "rollout")
+        assert (outcome.kind, outcome.reason) == (
+            "not_applicable", "no images: text positions, no image ids",
+        )  # fmt: skip
+
+
+def test_where_image_ids_are_known_their_fields_are_missed() -> None:
+    ran = audit(Options(), until="rollout", settings={"image_ids": (31,)})
+    for name, field in (("image_positions", "image_grid_thw"),
+                        ("token_types", "mm_token_type_ids")):  # fmt: skip
+        outcome = ran.outcome(name, "rollout")
+        assert (outcome.kind, outcome.reason) == (
+            "not_checkable", f"field not in the batch: {field}",
+        )  # fmt: skip

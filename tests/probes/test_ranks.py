@@ -178,3 +178,20 @@ def test_the_balance_is_measured() -> None:
     history = ran.auditor.history
     low, high = (history[f"global_seqlen/balanced_{side}"][0] for side in ("min", "max"))
     assert 0 < low <= high < 2 * low
+
+
+@pytest.mark.parametrize("note", [{}, {"rows": None, "tokens": "many", "micro_batches": 3}])
+def test_notes_that_lack_what_a_check_needs(note: dict[str, Any]) -> None:
+    def nothing(b: Boundary) -> Truth:
+        b.evidence["ranks"][0].clear()
+        b.evidence["ranks"][0].update(note)
+        return Truth("ranks")
+
+    ran = audit(THREE, {"old_log_prob": nothing}, until="old_log_prob")
+    for probe, name in (("rank_rows", "rows"), ("rank_tokens", "tokens"),
+                        ("micro_batch_partition", "rows"),
+                        ("micro_batch_counts", "micro_batches")):  # fmt: skip
+        outcome = ran.outcome(probe, "old_log_prob")
+        want = ("not_checkable", f"not recorded: {name} of ranks[0]")
+        assert (outcome.kind, outcome.reason) == want
+    assert not [f for f in ran.auditor.findings if f.code.startswith("DPA9")]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 import torch
 
 from dataproto_audit.testing import faults
@@ -79,6 +81,14 @@ def infinite(b: Boundary) -> Truth:
     return at(SCORES, (row, 1))
 
 
+def no_scalar_score(b: Boundary) -> Truth:
+    scores = np.empty(len(b.batch), object)
+    scores[:] = b.batch.non_tensor_batch["score"]
+    scores[2] = float("nan")
+    b.batch.non_tensor_batch["score"] = scores
+    return Truth("score", (2,))
+
+
 def _case(probe: str, code: str, change, cause: str, says: str, *also: str) -> Case:  # type: ignore[no-untyped-def]
     return Case(probe, code, "reward", change, cause, says, also=also, options=ALL_SCORED)
 
@@ -92,7 +102,9 @@ CASES = [
     _case("reward_sum", "DPA406", lost, "reward_lost", "actual    0"),
     _case("reward_sum", "DPA406", rows_moved, "reward_rows_shifted", "row 0 sums to 0.25"),
     _case("reward_finite", "DPA407", not_a_number, "non_finite", "NaN or infinity"),
-    _case("reward_finite", "DPA407", infinite, "non_finite", "finite scores", "DPA406"),
+    _case("reward_finite", "DPA407", infinite, "non_finite", "finite scores"),
+    _case("reward_finite", "DPA407", no_scalar_score, "non_finite", "finite scores",
+          "DPA411"),
     Case("reward_finite", "DPA407", "validation", not_a_number, "non_finite", "after validation",
          options=ALL_SCORED),
 ]  # fmt: skip
@@ -172,3 +184,15 @@ def test_the_score_on_every_token_is_no_process_reward() -> None:
     [finding] = ran.findings("reward_placement", "reward")
     assert finding.causes[0] == "reward_on_every_token"
     assert finding.columns == ran.truths[0].columns
+
+
+@pytest.mark.parametrize("column", [0, 1, 3])
+def test_a_score_that_is_no_number_is_named_as_that_and_nothing_else(column: int) -> None:
+    """Wherever it stands: on the last token, inside the response, on padding."""
+
+    def change(b: Boundary) -> Truth:
+        own(b, SCORES)[row_of(b, 2), column] = float("nan")
+        return Truth(SCORES)
+
+    found = audit(ALL_SCORED, {"reward": change}, until="reward").report("reward").findings
+    assert [finding.code for finding in found] == ["DPA407"]

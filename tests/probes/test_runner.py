@@ -93,3 +93,15 @@ def test_a_broken_statistic_takes_only_its_own_probe_along() -> None:
     done = ran(probe("bad", stats=(BROKEN,)), probe("good", fails, stats=(SUM,)))
     assert isinstance(done[0].error, ZeroDivisionError)
     assert (done[1].kind, done[1].error) == ("failed", None)
+
+
+def test_a_batch_without_a_field_may_have_no_such_thing() -> None:
+    """Asked only where a field is missing; where it has no reason, that is the verdict."""
+    some = probe("some", needs=("c",), absent=lambda view, ctx: "nothing of the kind")
+    none = probe("none", needs=("c",), absent=lambda view, ctx: "")
+    there = probe("there", needs=("a",), absent=lambda view, ctx: "nothing of the kind")
+    assert [(r.kind, r.reason) for r in ran(some, none, there)] == [
+        ("not_applicable", "nothing of the kind"),
+        ("not_checkable", "field not in the batch: c"),
+        ("passed", ""),
+    ]

@@ -17,7 +17,6 @@ from dataproto_audit.probes.scan import (
     any_of,
     masked_gap,
     masked_range,
-    max_of,
     scan,
     sum_of,
 )
@@ -43,7 +42,6 @@ STATS = (
     masked_gap("old_log_probs", "rollout_log_probs"),
     any_of("any", ("responses",), lambda block: bool((block["responses"] == 8).any())),
     sum_of("sum", ("responses",), lambda block: block["responses"].sum()),
-    max_of("max", ("responses",), lambda block: int(block["responses"].max())),
 )
 
 

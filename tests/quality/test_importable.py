@@ -49,6 +49,7 @@ given = json.load(sys.stdin)
 load("torch numpy tensordict")
 light = {name: in_child(name) for name in given["light"]}
 load("jaxtyping beartype pandas pyarrow pandera.pandas typer rich omegaconf ray transformers")
+load("megatron.core.optimizer megatron.core.models.gpt")
 json.dump(light | {name: in_child(name) for name in given["others"]}, sys.stdout)
 """
 

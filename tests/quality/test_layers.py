@@ -16,7 +16,7 @@ DATA = (
     "catalogue", "codes", "findings", "_protocol", "protocol", "batch", "storage", "fingerprint",
     "narrow", "fast", "policy", "atomic", "progress",
 )  # fmt: skip
-ENTRY = ("cli", "pytest_plugin", "verl_plugin", "__main__", "__init__")
+ENTRY = ("cli", "commands", "pytest_plugin", "verl_plugin", "__main__", "__init__")
 LAYERS: tuple[tuple[str, ...], ...] = (
     DATA,
     ("dump",),

@@ -119,3 +119,43 @@ def test_samples_are_shown(path, fragments, request):
         text = printed(saved, rows=rows)
         json.dumps(show_dict(saved, rows=rows), allow_nan=False)
         assert all(fragment in text for fragment in fragments), text
+
+
+def test_rows_fit_eighty_columns(request):
+    samples = request.path.parents[1] / "data" / "samples"
+    names = ("verl-0.7.1/grpo_n4_engine_dyn/compute_advantage.out.pkl",
+             "verl-0.7.1/gae_legacy/compute_advantage.out.pkl")  # fmt: skip
+    for name in names:
+        [saved] = read_batches(samples / name)
+        console = Console(file=StringIO(), width=80, color_system=None)
+        console.print(show(saved, rows=[1]))
+        text = console.file.getvalue()
+        assert "…" not in text.partition("row 1, response")[2]
+        assert all(len(line.rstrip()) <= 80 for line in text.splitlines())
+        assert "token_level_rewards" in text
+        head = next(line for line in text.splitlines() if line.split()[:3] == ["t", "id", "mask"])
+        assert {"rollout", "old", "score", "adv"} <= set(head.split())
+
+
+def test_equal_fields_are_named_once(tmp_path):
+    same = torch.tensor([[0.5, 0.5, 0.0], [0.25, 0.0, 0.0]])
+    saved = saved_batch(tmp_path, advantages=same, returns=same.clone())
+    text = printed(saved, rows=[0])
+    assert "returns: as advantages" in text
+    assert "0.500" in text
+
+
+def test_tokens_as_text(tmp_path):
+    def decode(token):
+        if token == 9:
+            raise IndexError(token)
+        return f"«{token}»"
+
+    saved = saved_batch(tmp_path)
+    [row] = show_dict(saved, rows=[0], decode=decode)["tokens"]
+    assert row["columns"]["text"] == ["«8»", "<9>", "«0»"][: len(row["columns"]["text"])]
+    assert row["prompt_text"] == "«5»"
+    console = Console(file=StringIO(), width=120, color_system=None)
+    console.print(show(saved, rows=[0], decode=decode))
+    assert "token" in console.file.getvalue()
+    assert "«8»" in console.file.getvalue()

@@ -50,11 +50,13 @@ def test_the_summary_says_what_the_run_did() -> None:
 def test_optional_keys_are_shown_when_present() -> None:
     text = _printed(summary={
         **SUMMARY, "stage_wall_s": {"reward": 1.0, "rollout": 30.0}, "wall_s": 75, "tables": "x/t",
+        "resumed_after": 40,
         "every": {"sync_log_probs": 20, "masks": 1}, "audit_cpu_ms_per_step": 6.5,
         "findings": {"fail": 2, "warn": 0, "info": 0},
     })  # fmt: skip
     for fragment in (
-        "2 fail", "120 in 1:15 (fsdp2 on 2 ranks)", "sync_log_probs every 20 steps", "x/t",
+        "2 fail", "120 in 1:15 with start-up (fsdp2 on 2 ranks)", "sync_log_probs every 20 steps",
+        "x/t", "after step 40",
         "6.5 ms a step", "30.0 s  97 %  rollout",
     ):  # fmt: skip
         assert fragment in text

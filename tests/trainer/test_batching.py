@@ -7,6 +7,7 @@ from dataproto_audit.codes import UsageError
 from dataproto_audit.trainer.batching import (
     agreed_micro_batches,
     balance,
+    counted_micro_batches,
     dynamic_micro_batches,
     fewest_micro_batches,
     mini_batch_rows,
@@ -115,3 +116,34 @@ def test_mini_batches_without_shuffle_are_runs():
 def test_mini_batches_that_do_not_divide_are_refused():
     with pytest.raises(UsageError, match="DPA854 6 rows"):
         mini_batch_rows(6, size=4, epochs=1, shuffle=True, seed=())
+
+
+@given(
+    st.integers(1, 3), st.integers(2, 16), st.integers(0, 2**16), st.integers(0, 40),
+    st.integers(1, 4),
+)  # fmt: skip
+def test_the_number_of_micro_batches_divides_where_a_pipeline_asks(ranks, rows, seed, room, by):
+    lengths = np.random.default_rng(seed).integers(1, 50, (ranks, rows))
+    limit = int(lengths.max()) + room
+    need = max(len(fewest_micro_batches(own, limit=limit)) for own in lengths)
+    count = -(-need // by) * by
+    if by > 1 and count > rows:
+        with pytest.raises(UsageError, match=f"DPA854 .*multiples of {by}"):
+            agreed_micro_batches(list(lengths), limit=limit, divisible_by=by)
+        return
+    for own, plan in zip(
+        lengths, agreed_micro_batches(list(lengths), limit=limit, divisible_by=by), strict=True
+    ):
+        assert len(plan) == count
+        assert partition(plan, rows)
+        assert all(own[part].sum() <= limit for part in plan)
+
+
+def test_counted_micro_batches_are_equal_parts_or_refused():
+    parts = counted_micro_batches(7, size=0, divisible_by=2)
+    assert [part.tolist() for part in parts] == [[0, 1, 2, 3], [4, 5, 6]]
+    assert len(counted_micro_batches(8, size=2, divisible_by=2)) == 4
+    with pytest.raises(UsageError, match=r"DPA854 .*3 micro-batches.*multiples of 2"):
+        counted_micro_batches(6, size=2, divisible_by=2)
+    with pytest.raises(UsageError, match=r"DPA854 1 rows"):
+        counted_micro_batches(1, size=0, divisible_by=2)

@@ -4,7 +4,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from dataproto_audit.codes import UsageError
-from dataproto_audit.trainer.config import Config, load_config, ready_configs
+from dataproto_audit.trainer.config import load_config, ready_configs
+from dataproto_audit.trainer.schema import Config
 from dataproto_audit.trainer.validate import validate
 
 

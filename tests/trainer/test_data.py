@@ -3,8 +3,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from dataproto_audit.codes import UsageError
-from dataproto_audit.trainer.config import DataConfig
 from dataproto_audit.trainer.data import open_data, warmup_batch
+from dataproto_audit.trainer.schema import DataConfig
 from dataproto_audit.trainer.tokenizer import load_tokenizer, write_char_tokenizer
 
 

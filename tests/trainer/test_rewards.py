@@ -7,9 +7,9 @@ from omegaconf import OmegaConf
 
 from dataproto_audit.codes import RunError, UsageError
 from dataproto_audit.protocol import DataProto
-from dataproto_audit.trainer.config import RewardConfig
 from dataproto_audit.trainer.prompts import object_array
 from dataproto_audit.trainer.rewards import BUILT_IN, Scorer, open_scorer
+from dataproto_audit.trainer.schema import RewardConfig
 from dataproto_audit.trainer.tokenizer import load_tokenizer, write_char_tokenizer
 
 TRUTHS = ["12", "7", "7", "8"]

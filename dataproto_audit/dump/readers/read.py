@@ -14,7 +14,9 @@ from dataproto_audit._protocol.safe.explain import explained, one_line, read_byt
 from dataproto_audit._protocol.safe.load import Proto, Record, load, name_of
 from dataproto_audit._protocol.safe.tensordict_values import Fields
 from dataproto_audit.codes import UsageError
+from dataproto_audit.dump.portable import FORMAT, is_safetensors, read_portable
 from dataproto_audit.dump.readers import frameworks, tables
+from dataproto_audit.dump.readers.confined import confine
 from dataproto_audit.dump.readers.keys import (
     columns_of,
     read_keys,
@@ -31,11 +33,13 @@ from dataproto_audit.dump.readers.saved import (
     of_proto,
     parts,
 )
+from dataproto_audit.dump.readers.traces import of_trace
 from dataproto_audit.dump.readers.walk import data_files, is_run_folder
+from dataproto_audit.dump.trace import is_trace
 
 REMEDY = (
-    "Read are files of DataProto.save_to_disk, torch.save, JSONL (also gzipped), parquet, and "
-    "*.kvmeta.json; save the batch as one of these."
+    "Read are files of DataProto.save_to_disk, torch.save, JSONL (also gzipped), parquet, "
+    "*.kvmeta.json and safetensors; save the batch as one of these."
 )
 TEXT = frozenset({".txt", ".md", ".log", ".yaml", ".yml", ".toml", ".py"})
 
@@ -57,6 +61,8 @@ def read_batches(path: str | PathLike[str]) -> list[Saved]:
     """
     place = Path(path)
     if is_folder(place):
+        if is_trace(place):
+            return of_trace(place)
         folder = read_folder(place)
         if folder.unreadable:
             raise folder.unreadable[0]
@@ -64,6 +70,9 @@ def read_batches(path: str | PathLike[str]) -> list[Saved]:
     if place.name.endswith(".kvmeta.json"):
         return [_of_keys(place)]
     data = read_bytes(place)
+    if place.suffix == ".json" and FORMAT.encode() in data[:200]:  # the JSON beside the tensors
+        place = place.with_suffix(".safetensors")
+        data = read_bytes(place)
     try:
         return _of_bytes(place, data)
     except Exception as error:  # the bytes of a broken file can make a decoder raise anything
@@ -78,6 +87,8 @@ def read_folder(path: str | PathLike[str]) -> Folder:
     Errors: :class:`UsageError` when there is nothing to read.
     """
     root = Path(path)
+    if is_trace(root):
+        return Folder(tuple(of_trace(root)), ())
     saved: list[Saved] = []
     unreadable: list[UsageError] = []
     if is_run_folder(root):
@@ -119,12 +130,17 @@ def _of_keys(path: Path) -> Saved:
 
 
 def _of_bytes(path: Path, data: bytes) -> list[Saved]:
+    if is_safetensors(data):
+        batch, opaque = read_portable(path, data)
+        return [Saved(path, "", "safetensors", batch, _with_step(hint_of(path), batch["meta_info"]),
+                      opaque=opaque)]  # fmt: skip
     if data.startswith(b"PAR1"):
         return frameworks.of_rows(path, "parquet", tables.parquet_rows(data))
     if path.suffix in TEXT:
         raise ValueError("it is text")
     if data.startswith(b"\x1f\x8b") or data.lstrip(b" \t\r\n\xef\xbb\xbf")[:1] == b"{":
         return frameworks.of_rows(path, "jsonl", tables.json_rows(data))
+    confine(path, len(data))
     try:
         value, opaque = load(data)
     except IndexError as error:  # text: its letters are opcodes that take what was never put

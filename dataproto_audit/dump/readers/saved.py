@@ -16,7 +16,9 @@ from dataproto_audit._protocol.safe.load import Proto
 from dataproto_audit._protocol.safe.tensordict_values import Fields, ObjectColumn, OneObject
 from dataproto_audit.storage import shared
 
-Kind = Literal["dataproto", "tensordict", "tensors", "jsonl", "parquet", "keys"]
+Kind = Literal[
+    "dataproto", "tensordict", "tensors", "jsonl", "parquet", "keys", "safetensors", "trace"
+]  # fmt: skip
 When = Literal["before", "after"]
 
 

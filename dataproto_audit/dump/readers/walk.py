@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from dataproto_audit.dump.portable import SUFFIX, is_ours
+
 DATA = frozenset({".pkl", ".pickle", ".pt", ".pth", ".dp", ".jsonl", ".gz", ".parquet"})
 OTHER = frozenset(
     {".txt", ".md", ".log", ".yaml", ".yml", ".toml", ".py", ".json", ".safetensors", ".bin"}
@@ -45,6 +47,8 @@ def _foreign(folder: Path) -> bool:
 
 
 def _is_data(path: Path) -> bool:
+    if path.suffix == SUFFIX:  # weights of models are no batches, unless a JSON of ours says so
+        return is_ours(path)
     if path.name.startswith((".", "stages.jsonl")) or path.suffix in OTHER or not path.is_file():
         return False
     if path.suffix in DATA:

@@ -250,3 +250,29 @@ def responses_in_order_of_completion(scene: Scene) -> Truth:
         scene.tensors[name] = scene.tensors[name][order]
     scene.arrays["finish_reason"] = scene.arrays["finish_reason"][order.numpy()]
     return rows_of("prompts", (scene.tensors["prompts"] != old).any(1).numpy())
+
+
+@seeded("rollout", "responses", "input_ids", cause=("wrong_dtype", "field_overwritten"),
+        bases=SINGLE)  # fmt: skip
+def ids_through_a_small_int(scene: Scene) -> Truth:
+    """Some ids went through an int8 with an offset and came back negative."""
+    new, rows = scene.tensors["responses"].clone(), scene.long(2)[::3]
+    new[rows, 0] -= 128
+    truth = _responses(scene, new)
+    width = scene.tensors["prompts"].shape[1]
+    shifted = {row: tuple(c + width for c in columns) for row, columns in truth.columns.items()}
+    truth.also = (Truth("input_ids", truth.rows, shifted),)
+    return truth
+
+
+@seeded("rollout", "responses", "input_ids", cause=("wrong_dtype", "field_overwritten"),
+        bases=SINGLE)  # fmt: skip
+def ids_of_another_tokenizer(scene: Scene) -> Truth:
+    """Added tokens of a larger tokenizer: ids that the model has no embedding for."""
+    new, rows = scene.tensors["responses"].clone(), scene.long(2)[::4]
+    new[rows, 0] = scene.options.vocab + torch.arange(len(rows))
+    truth = _responses(scene, new)
+    width = scene.tensors["prompts"].shape[1]
+    shifted = {row: tuple(c + width for c in columns) for row, columns in truth.columns.items()}
+    truth.also = (Truth("input_ids", truth.rows, shifted),)
+    return truth

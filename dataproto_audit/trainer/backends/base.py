@@ -12,21 +12,30 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from dataproto_audit.trainer.backends import shards
 from dataproto_audit.trainer.backends.shards import ShardSpec
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     """Which model to build. ``path`` is a local folder in Hugging Face layout; nothing is loaded
-    from elsewhere and no code of the folder runs."""
+    from elsewhere and no code of the folder runs.
+
+    ``remove_padding`` lays the rows of a micro-batch on one line; attention is then ours, whatever
+    ``attn_implementation`` says. ``fused_kernels`` scores tokens without keeping their logits.
+    """
 
     path: str
     dtype: str = "float32"
     attn_implementation: str = "eager"
+    remove_padding: bool = False
+    fused_kernels: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,13 +56,22 @@ class FSDPOptions:
 
     ``wrap``: ``layer`` gathers one decoder layer at a time, ``root`` the whole model at once
     (fewer collectives; for models that fit). ``reshard_after_forward`` frees gathered weights
-    between forward and backward; None does so for ``layer`` only. ``param_dtype`` is the
-    precision of compute; weights and gradients stay in the model's.
+    between forward and backward; None does so for ``layer`` only; a number keeps them cut over so
+    many neighbouring ranks instead. ``param_dtype`` is the precision of compute; weights and
+    gradients stay in the model's.
+
+    ``fsdp_size`` ranks share one copy of the weights, and the copies are kept equal by summing
+    gradients over them (HSDP); -1 takes all ranks. ``offload`` keeps weights, gradients and
+    optimizer in host memory between uses. ``sequence_parallel`` neighbouring ranks get the same
+    rows and share their tokens (Ulysses); it needs the model's ``remove_padding``.
     """
 
     wrap: str = "root"
-    reshard_after_forward: bool | None = None
+    reshard_after_forward: bool | int | None = None
     param_dtype: str = "float32"
+    fsdp_size: int = -1
+    offload: bool = False
+    sequence_parallel: int = 1
 
 
 @dataclass(frozen=True)
@@ -112,6 +130,17 @@ class Backend(ABC):
     trainable: bool
     aliases: dict[str, str]
     """Second names of tied weights -> the name under which they are trained."""
+
+    def packed_notes(self) -> list[dict[str, Any]]:
+        """What was noted about each packed micro-batch since the last call: whether every row's
+        positions begin at 0 (``restarts``), and the ``mask`` over them. *Local.*"""
+        return []
+
+    def bubble(self) -> float | None:
+        """Share 0..1 of the last call in which this rank's pipeline stage stood idle, from the
+        order of its schedule in unit costs (:func:`..schedules.pipeline_bubble`); None without a
+        pipeline. *Local.*"""
+        return None
 
     @abstractmethod
     def forward(self, micro: MicroBatch, *, temperature: float, entropy: bool) -> TokenOutputs:
@@ -203,9 +232,21 @@ class Backend(ABC):
         return outputs
 
     def copy_weights(self, other: Backend) -> None:
-        """Take the weights of another engine of the same layout. *Local.*"""
+        """Take the weights of another engine. *Local* if it is of the same kind and layout;
+        otherwise every rank gets the whole model for a moment."""
         theirs = other.shards()
+        whole: dict[str, Tensor] = {}
+        if type(self) is not type(other):
+            mine = shards.pack(
+                theirs, rank=self.rank, world_size=self.world_size, version=0, aliases={}
+            )
+            payloads: list[Any] = [None] * self.world_size
+            dist.all_gather_object(payloads, mine)
+            whole = shards.join(payloads)
         with torch.no_grad():
-            for name, (mine, _) in self.shards().items():
-                mine.copy_(theirs[name][0])
+            for name, (piece, spec) in self.shards().items():
+                if whole:
+                    shards.fill(piece, spec, whole[name])
+                else:
+                    piece.copy_(theirs[name][0])
         self.weights_changed()

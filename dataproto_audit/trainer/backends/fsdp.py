@@ -12,12 +12,17 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from dataproto_audit.codes import UsageError
-from dataproto_audit.trainer.backends import hf
+from dataproto_audit.trainer.backends import fsdp_limits, hf
 from dataproto_audit.trainer.backends.base import (
     Backend,
     FSDPOptions,
@@ -26,13 +31,16 @@ from dataproto_audit.trainer.backends.base import (
     OptimSpec,
     TokenOutputs,
 )
+from dataproto_audit.trainer.backends.scoring import TokenScoring
 from dataproto_audit.trainer.backends.shards import ShardSpec, dtype_name
+from dataproto_audit.trainer.backends.ulysses import sequence_group
 
 
 class FSDPBackend(Backend):
     """One rank of a model sharded with ``fully_shard``. Build it on all ranks together.
 
-    ``optim`` None makes a frozen model. Raises DPA851 and DPA852 for options and folders.
+    ``optim`` None makes a frozen model. Raises DPA851, DPA852 and DPA854 for options, folders and
+    sizes. Ranks that share sequences get the same rows; the first of them collects.
     """
 
     def __init__(
@@ -44,15 +52,25 @@ class FSDPBackend(Backend):
         options: FSDPOptions = FSDPOptions(),  # noqa: B008 - frozen
     ) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.dp_rank, self.dp_size, self.collects = self.rank, self.world_size, True
+        fsdp_limits.check_layout(model, options, world_size=self.world_size, device=device.type)
+        shared = options.sequence_parallel
+        self.dp_rank, self.dp_size = self.rank // shared, self.world_size // shared
+        self.collects = self.rank % shared == 0
         self.device, self.trainable = device, optim is not None
+        fsdp_limits.check_model(model, options, hf.model_config(model))
         self.model = hf.build_model(model)
         self.model.requires_grad_(self.trainable)
         self.aliases = _aliases(self.model)
         self._keep = hf.takes_logits_to_keep(self.model)
+        self._scoring: TokenScoring | None = None
+        if model.remove_padding or model.fused_kernels:
+            group = sequence_group(shared)
+            self._scoring = TokenScoring(model.remove_padding, model.fused_kernels, group)
+            self._scoring.install(self.model)
         self._accumulate_whole = options.wrap == "root"
         self._syncing = True
-        _shard(self.model, options, device, self.world_size)
+        self._mesh = _mesh(options, device, self.world_size)
+        _shard(self.model, options, self._mesh)
         self._params: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         self._shards = {name: self._piece(param) for name, param in self._params.items()}
         self._shards |= _persistent_buffers(self.model)
@@ -70,13 +88,23 @@ class FSDPBackend(Backend):
 
     def forward(self, micro: MicroBatch, *, temperature: float, entropy: bool) -> TokenOutputs:
         """See :meth:`Backend.forward`. Collective."""
+        if self._scoring is not None:
+            return self._scoring.score(self.model, micro, temperature=temperature, entropy=entropy)
         logits = hf.response_logits(self.model, micro, keep=self._keep)
         return hf.token_outputs(logits, micro, temperature=temperature, entropy=entropy)
+
+    def packed_notes(self) -> list[dict[str, Any]]:
+        """See :meth:`Backend.packed_notes`."""
+        if self._scoring is None:
+            return []
+        notes, self._scoring.notes = self._scoring.notes, []
+        return notes
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """See :meth:`Backend.backward`. Collective.
 
-        FSDP averages gradients over ranks, so the loss is multiplied by their number. A model
+        FSDP averages gradients over ranks, so the loss is multiplied by their number; ranks that
+        share sequences each bring the gradient of their own tokens. A model
         wrapped at the root is whole on every rank in any case: its gradients are reduced once
         per mini-batch. Wrapped by layer, every micro-batch reduces, which keeps memory low.
         """
@@ -98,9 +126,9 @@ class FSDPBackend(Backend):
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
         if present:
             norms = torch._foreach_norm(present)
-            squares = torch.stack(norms).double().square().sum()
+            squares = torch.stack(norms).double().square().sum().to(self.device)
         if self.world_size > 1:
-            dist.all_reduce(squares)
+            dist.all_reduce(squares, group=self._mesh.get_group(self._mesh.ndim - 1))
         norm = math.sqrt(squares.item())
         if math.isfinite(norm):
             factor = self.grad_clip / (norm + 1e-6)
@@ -199,9 +227,11 @@ class FSDPBackend(Backend):
         whole = cast(DTensor, param)
         with torch.no_grad():
             local: Tensor = whole.to_local()
-        rows = whole.shape[0]
-        start = min(self.rank * math.ceil(rows / self.world_size), rows)
-        return local, ShardSpec(tuple(whole.shape), dtype_name(whole.dtype), start)
+        rows, dim = whole.shape[0], self._mesh.ndim - 1
+        part = self._mesh.get_local_rank(dim)
+        start = min(part * math.ceil(rows / self._mesh.size(dim)), rows)
+        copied = dim == 1 and self._mesh.get_local_rank(0) > 0
+        return local, ShardSpec(tuple(whole.shape), dtype_name(whole.dtype), start, copy=copied)
 
 
 def make_optimizer(params: list[nn.Parameter], spec: OptimSpec) -> torch.optim.Optimizer:
@@ -220,7 +250,16 @@ def make_optimizer(params: list[nn.Parameter], spec: OptimSpec) -> torch.optim.O
     raise UsageError("DPA851", f"unknown actor.optim.name {spec.name!r}.", "Choose adamw or sgd.")
 
 
-def _shard(model: nn.Module, options: FSDPOptions, device: torch.device, world_size: int) -> None:
+def _mesh(options: FSDPOptions, device: torch.device, world_size: int) -> DeviceMesh:
+    """All ranks in one dimension, or copies x ranks of a copy."""
+    size = world_size if options.fsdp_size == -1 else options.fsdp_size
+    if size == world_size:
+        return init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp",))
+    shape = (world_size // size, size)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _shard(model: nn.Module, options: FSDPOptions, mesh: DeviceMesh) -> None:
     if options.wrap not in ("root", "layer"):
         raise UsageError(
             "DPA851", f"unknown fsdp_config.wrap {options.wrap!r}.", "Choose root or layer."
@@ -231,7 +270,6 @@ def _shard(model: nn.Module, options: FSDPOptions, device: torch.device, world_s
             f"unknown fsdp_config.param_dtype {options.param_dtype!r}.",
             f"Choose one of {', '.join(hf.DTYPES)}.",
         )
-    mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp",))
     by_layer = options.wrap == "layer"
     reshard = by_layer if options.reshard_after_forward is None else options.reshard_after_forward
     common: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard}
@@ -239,6 +277,8 @@ def _shard(model: nn.Module, options: FSDPOptions, device: torch.device, world_s
         common["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=hf.DTYPES[options.param_dtype], reduce_dtype=torch.float32
         )
+    if options.offload:
+        common["offload_policy"] = CPUOffloadPolicy()
     if by_layer:
         layers = set(getattr(model, "_no_split_modules", None) or ())
         for module in list(model.modules()):

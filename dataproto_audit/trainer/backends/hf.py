@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,7 @@ def build_model(spec: ModelSpec) -> nn.Module:
     Raises DPA852 if the folder lacks its config or weights, DPA851 for an unknown dtype.
     """
     folder = Path(spec.path)
-    if not (folder / "config.json").is_file():
-        raise UsageError(
-            "DPA852", f"{folder} has no config.json.", "Name a folder in Hugging Face layout."
-        )
+    model_config(spec)
     if spec.dtype not in DTYPES:
         raise UsageError(
             "DPA851", f"unknown model dtype {spec.dtype!r}.", f"Choose one of {', '.join(DTYPES)}."
@@ -45,6 +43,20 @@ def build_model(spec: ModelSpec) -> nn.Module:
             "DPA852", f"no weights in {folder}: {error}", "Save model and tokenizer there."
         ) from error
     return model.eval()
+
+
+def model_config(spec: ModelSpec) -> dict[str, Any]:
+    """The folder's ``config.json``; raises DPA852 if there is none that can be read."""
+    file = Path(spec.path) / "config.json"
+    if not file.is_file():
+        raise UsageError(
+            "DPA852", f"{file.parent} has no config.json.", "Name a folder in Hugging Face layout."
+        )
+    try:
+        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError("DPA852", f"{file}: {error}.", "Save the model there again.") from error
+    return config
 
 
 def takes_logits_to_keep(model: nn.Module) -> bool:

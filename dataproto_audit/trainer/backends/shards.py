@@ -23,15 +23,19 @@ _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Where a piece sits in its tensor: cut along dimension 0, from row ``start``.
+    """Where a piece sits in its tensor: cut along dimension ``dim``, from position ``start`` on it.
 
-    ``replicated`` pieces are the whole tensor on every rank.
+    ``replicated`` pieces are the whole tensor on every rank. ``copy``: another rank holds the same
+    piece and sends it. A piece cut along dimension 0 may come with that dimension in two,
+    ``[groups, rows, ...]`` for rows that lie apart in memory.
     """
 
     shape: tuple[int, ...]
     dtype: str
     start: int = 0
     replicated: bool = False
+    dim: int = 0
+    copy: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,13 +62,14 @@ def pack(
     version: int,
     aliases: Mapping[str, str],
 ) -> ShardPayload:
-    """A payload of ``shards``. Replicated tensors travel from rank 0 alone."""
-    arrays = {
-        name: to_bits(tensor)
-        for name, (tensor, spec) in shards.items()
-        if rank == 0 or not spec.replicated
+    """A payload of ``shards``. Replicated tensors travel from rank 0 alone, copies not at all."""
+    sent = {
+        name: entry
+        for name, entry in shards.items()
+        if not entry[1].copy and (rank == 0 or not entry[1].replicated)
     }
-    specs = {name: spec for name, (_, spec) in shards.items()}
+    arrays = {name: to_bits(tensor) for name, (tensor, _) in sent.items()}
+    specs = {name: spec for name, (_, spec) in sent.items()}
     return ShardPayload(rank, world_size, version, arrays, specs, dict(aliases))
 
 
@@ -72,7 +77,7 @@ def join(payloads: Sequence[ShardPayload], *, aliases: bool = False) -> dict[str
     """Whole tensors by name from the payloads of all ranks, in any order; copies.
 
     ``aliases`` adds tied weights under their second names. Raises ``ValueError`` if ranks are
-    missing or the payloads were taken at different versions.
+    missing, the payloads were taken at different versions or pieces do not make up a tensor.
     """
     ordered = sorted(payloads, key=lambda payload: payload.rank)
     world = ordered[0].world_size if ordered else 0
@@ -80,14 +85,40 @@ def join(payloads: Sequence[ShardPayload], *, aliases: bool = False) -> dict[str
         raise ValueError(f"pieces of ranks {[p.rank for p in ordered]} of {world} ranks")
     if len({payload.version for payload in ordered}) > 1:
         raise ValueError(f"pieces of versions {[payload.version for payload in ordered]}")
-    whole = {}
-    for name, spec in ordered[0].specs.items():
-        pieces = [payload.arrays[name] for payload in ordered if name in payload.arrays]
-        array = pieces[0].copy() if len(pieces) == 1 else np.concatenate(pieces, axis=0)
-        whole[name] = from_bits(array, spec.dtype).reshape(spec.shape)
+    pieces: dict[str, list[tuple[ShardSpec, NDArray[Any]]]] = {}
+    for payload in ordered:
+        for name, array in payload.arrays.items():
+            pieces.setdefault(name, []).append((payload.specs[name], array))
+    whole = {name: _whole(name, parts) for name, parts in pieces.items()}
     if aliases:
         whole |= {alias: whole[name] for alias, name in ordered[0].aliases.items()}
     return whole
+
+
+def _whole(name: str, parts: list[tuple[ShardSpec, NDArray[Any]]]) -> Tensor:
+    spec = parts[0][0]
+    parts = sorted(parts, key=lambda part: part[0].start)
+    arrays = [_flat_rows(array, spec) for _, array in parts]
+    array = arrays[0].copy() if len(arrays) == 1 else np.concatenate(arrays, axis=spec.dim)
+    if array.size != math.prod(spec.shape):
+        raise ValueError(f"{name}: pieces of {array.size} values for shape {spec.shape}")
+    return from_bits(array, spec.dtype).reshape(spec.shape)
+
+
+def _flat_rows(array: NDArray[Any], spec: ShardSpec) -> NDArray[Any]:
+    """A piece with as many dimensions as the whole."""
+    return array.reshape(-1, *spec.shape[1:]) if array.ndim > len(spec.shape) else array
+
+
+def fill(piece: Tensor, spec: ShardSpec, whole: Tensor) -> None:
+    """Write into ``piece`` (of any precision) the part of ``whole`` that ``spec`` says it is."""
+    if spec.replicated or not spec.shape:
+        piece.copy_(whole)
+    elif spec.dim == 0:
+        rows = piece.numel() // max(1, math.prod(spec.shape[1:]))
+        piece.copy_(whole.narrow(0, spec.start, rows).reshape(piece.shape))
+    else:
+        piece.copy_(whole.narrow(spec.dim, spec.start, piece.shape[spec.dim]))
 
 
 def to_bits(tensor: Tensor) -> NDArray[Any]:
@@ -132,19 +163,29 @@ def checksum(tensor: Tensor, *, start: int = 0) -> int:
 
 def _sum_of_bits(bits: NDArray[Any], start: int) -> int:
     """:func:`checksum` of the array that :func:`to_bits` makes, in blocks that stay in cache."""
-    # Words of 8 bytes where rows are made of them: then every piece is, wherever it was cut.
-    row, wide = math.prod(bits.shape[1:]) * bits.itemsize, bits.itemsize
-    if bits.ndim > 1 and row and row % 8 == 0:
-        wide = 8
-    words = bits.reshape(-1).view(_WORDS[wide])
-    position, total = start * bits.itemsize // wide, 0
-    while words.size:
-        number, first = divmod(position, _BLOCK)
-        block, words = words[: _BLOCK - first], words[_BLOCK - first :]
-        multipliers = _multipliers()[first : first + block.size]
-        total += (2 * number + 1) * int(block.astype(np.uint64, copy=False) @ multipliers)
-        position += block.size
+    wide, blocks = _blocks(bits.shape, bits.itemsize, start)
+    words, total = bits.reshape(-1).view(wide), 0
+    for block, factor, multipliers in blocks:
+        total += factor * int(words[block].astype(np.uint64, copy=False) @ multipliers)
     return total % 2**64
+
+
+@functools.lru_cache(maxsize=4096)  # the weights of a run keep their shapes
+def _blocks(
+    shape: tuple[int, ...], itemsize: int, start: int
+) -> tuple[Any, list[tuple[slice, int, NDArray[np.uint64]]]]:
+    """The kind of word that a piece is read as, and its blocks: where, times what."""
+    # Words of 8 bytes where rows are made of them: then every piece is, wherever it was cut.
+    row = math.prod(shape[1:]) * itemsize
+    wide = 8 if len(shape) > 1 and row and row % 8 == 0 else itemsize
+    count, position = math.prod(shape) * itemsize // wide, start * itemsize // wide
+    blocks, done = [], 0
+    while done < count:
+        number, first = divmod(position + done, _BLOCK)
+        multipliers = _multipliers()[first : first + count - done]
+        blocks.append((slice(done, done + len(multipliers)), 2 * number + 1, multipliers))
+        done += len(multipliers)
+    return _WORDS[wide], blocks
 
 
 def payload_checksums(payload: ShardPayload) -> dict[str, int]:
@@ -152,8 +193,24 @@ def payload_checksums(payload: ShardPayload) -> dict[str, int]:
     sums = {}
     for name, bits in payload.arrays.items():
         spec = payload.specs[name]
-        sums[name] = _sum_of_bits(bits, spec.start * math.prod(spec.shape[1:]))
+        bits = _flat_rows(bits, spec)
+        if spec.dim and bits.shape != spec.shape:
+            sums[name] = _sum_of_columns(bits, spec)
+        else:
+            sums[name] = _sum_of_bits(bits, spec.start * math.prod(spec.shape[1:]))
     return sums
+
+
+def _sum_of_columns(bits: NDArray[Any], spec: ShardSpec) -> int:
+    """The share of a piece cut along a later dimension: the sum over the whole with zeros around.
+
+    A word may hold elements of two pieces; its parts add up, since a word is linear in them.
+    """
+    around = np.zeros(spec.shape, bits.dtype)
+    place = [slice(None)] * bits.ndim
+    place[spec.dim] = slice(spec.start, spec.start + bits.shape[spec.dim])
+    around[tuple(place)] = bits
+    return _sum_of_bits(around, 0)
 
 
 def add_checksums(per_rank: Sequence[Mapping[str, int]]) -> dict[str, int]:

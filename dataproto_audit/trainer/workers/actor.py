@@ -27,7 +27,7 @@ from dataproto_audit.trainer.plans import MiniBatchPlan
 from dataproto_audit.trainer.workers import hang
 from dataproto_audit.trainer.workers.dispatch import Place
 from dataproto_audit.trainer.workers.inputs import micro_batch, scatter, token_counts
-from dataproto_audit.trainer.workers.spec import WorkerSpec
+from dataproto_audit.trainer.workers.spec import WorkerSpec, megatron_of, roles_of, strategy_of
 from dataproto_audit.trainer.workers.update import (
     MiniBatchResult,
     train_mini_batch,
@@ -55,6 +55,8 @@ class TrainWorker:
         self.reference: Backend | None = None
         for module in self.imports:
             importlib.import_module(module)
+        if "megatron" in {strategy_of(spec, role) for role in roles_of(spec)}:
+            importlib.import_module("dataproto_audit.trainer.backends.megatron.backend")
 
     def execute(self, call: int, stage: str, method: str, *args: Any) -> Any:
         """Run one of the methods below, between two notes. ``call`` numbers the driver's calls."""
@@ -67,8 +69,8 @@ class TrainWorker:
         """Who this is: rank, process, node."""
         return {"rank": self.rank, "pid": os.getpid(), "host": os.uname().nodename}
 
-    def build(self) -> Place:
-        """Meet the peers and build the models. Returns this rank's part in batches."""
+    def build(self) -> dict[str, Place]:
+        """Meet the peers and build the models. Returns this rank's part in batches, by role."""
         device = join_process_group(
             self._store,
             rank=self.rank,
@@ -78,8 +80,16 @@ class TrainWorker:
         torch.manual_seed(self.spec.seed + self.rank)
         self.actor = make_backend(self.spec, device=device, optim=self.spec.optim)
         if self.spec.with_reference:
-            self.reference = make_backend(self.spec, device=device, optim=None)
-        return Place(self.rank, self.actor.dp_rank, self.actor.dp_size, self.actor.collects)
+            self.reference = make_backend(self.spec, device=device, optim=None, role="ref")
+        return self.places()
+
+    def places(self) -> dict[str, Place]:
+        """This rank's part in batches, by role."""
+        engines = {"actor": self.actor, "ref": self.reference or self.actor}
+        return {
+            role: Place(self.rank, engine.dp_rank, engine.dp_size, engine.collects)
+            for role, engine in engines.items()
+        }
 
     def hparams(self) -> dict[str, Any]:
         """Settings this rank computes with."""
@@ -89,7 +99,7 @@ class TrainWorker:
             "strategy": self.spec.strategy,
             "world_size": self.world_size,
             "threads": torch.get_num_threads(),
-            "parameters": sum(_numel(spec) for _, spec in self.actor.shards().values()),
+            "parameters": {name: _numel(spec) for name, (_, spec) in self.actor.shards().items()},
             "optim": {key: getattr(optim, key) for key in optim.__dataclass_fields__},
             "loss": {key: getattr(loss, key) for key in loss.__dataclass_fields__},
         }
@@ -117,7 +127,7 @@ class TrainWorker:
         if entropy:
             tensors["entropys"] = torch.zeros(rows, width)
             scatter(tensors["entropys"], micro_batches, [out.entropy_BR for out in outputs])
-        note = self._note(data, [index.tolist() for index in micro_batches], started)
+        note = self._note(data, [index.tolist() for index in micro_batches], started, backend)
         return DataProto.from_dict(tensors, meta_info={"rank": note})
 
     def update_actor(self, data: DataProto, plan: Sequence[MiniBatchPlan], lr: float) -> DataProto:
@@ -154,7 +164,7 @@ class TrainWorker:
             steps.append({"sums": result.sums, "grad_norm": result.grad_norm, "lr": lr})
             if mini.epoch == 0:
                 _fill(tensors, mini, result)
-        note = self._note(data, micro_batches, started)
+        note = self._note(data, micro_batches, started, self.actor)
         note["mini_batches"] = [mini.index for mini in plan for _ in mini.micro_batches]
         return DataProto.from_dict(tensors, meta_info={"rank": note, "steps": steps})
 
@@ -244,10 +254,21 @@ class TrainWorker:
             )
         return self.reference
 
-    def _note(self, data: DataProto, micro_batches: list[list[int]], started: float) -> Note:
+    def _note(
+        self,
+        data: DataProto,
+        micro_batches: list[list[int]],
+        started: float,
+        backend: Backend,
+    ) -> Note:
         """What this rank did in a call: its rows, and what its micro-batches really held."""
         counts = token_counts(data.batch)
         sums = [int(counts[rows].sum()) for rows in micro_batches]
+        packed = [
+            {"micro_batch": number, **note}
+            for number, note in enumerate(backend.packed_notes()[-len(sums) :])
+        ]
+        bubble = backend.bubble()
         return {
             "rank": self.rank,
             "rows": len(data),
@@ -256,16 +277,34 @@ class TrainWorker:
             "indices": micro_batches,
             "peak_token_sum": max(sums, default=0),
             "cpu_s": time.process_time() - started,
+            **({"packed": packed} if packed else {}),
+            **({} if bubble is None else {"bubble": bubble}),
         }
 
 
-def make_backend(spec: WorkerSpec, *, device: torch.device, optim: OptimSpec | None) -> Backend:
-    """The engine that ``spec.strategy`` names; raises DPA851 for an unknown one."""
-    if spec.strategy in ("fsdp", "fsdp2"):
+def make_backend(
+    spec: WorkerSpec, *, device: torch.device, optim: OptimSpec | None, role: str = "actor"
+) -> Backend:
+    """The engine that the strategy of ``role`` names; raises DPA851 for an unknown one."""
+    strategy = strategy_of(spec, role)
+    if strategy == "megatron":
+        from dataproto_audit.trainer.backends.megatron.backend import MegatronBackend
+
+        return MegatronBackend(
+            spec.model,
+            device=device,
+            optim=optim,
+            options=megatron_of(spec, role),
+            timeout_s=spec.collective_timeout_s,
+            seed=spec.seed,
+        )
+    if strategy in ("fsdp", "fsdp2"):
         from dataproto_audit.trainer.backends.fsdp import FSDPBackend
 
         return FSDPBackend(spec.model, device=device, optim=optim, options=spec.fsdp)
-    raise UsageError("DPA851", f"unknown actor.strategy {spec.strategy!r}.", "Choose fsdp2.")
+    raise UsageError(
+        "DPA851", f"unknown {role}.strategy {strategy!r}.", "Choose fsdp2 or megatron."
+    )
 
 
 def _fill(tensors: dict[str, torch.Tensor], mini: MiniBatchPlan, result: MiniBatchResult) -> None:

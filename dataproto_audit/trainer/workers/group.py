@@ -20,6 +20,7 @@ from dataproto_audit.protocol import DataProto
 from dataproto_audit.trainer.backends import checkpoint
 from dataproto_audit.trainer.backends.shards import add_checksums
 from dataproto_audit.trainer.plans import MicroBatching, UpdatePlan, plan_forward, plan_update
+from dataproto_audit.trainer.schedules import idle_shares
 from dataproto_audit.trainer.workers import hang, placement
 from dataproto_audit.trainer.workers.actor import TrainWorker
 from dataproto_audit.trainer.workers.calls import CallFailed, gather
@@ -34,7 +35,7 @@ from dataproto_audit.trainer.workers.dispatch import (
 )
 from dataproto_audit.trainer.workers.failures import RESUME, explain, hung
 from dataproto_audit.trainer.workers.inputs import FORWARD_FIELDS
-from dataproto_audit.trainer.workers.spec import WorkerSpec, lr_at
+from dataproto_audit.trainer.workers.spec import WorkerSpec, checkpoint_layout, lr_at
 
 LOCAL_TIMEOUT_S = 900.0
 """For calls without collectives (start, checkpoints): they leave no notes on the way."""
@@ -72,7 +73,7 @@ class WorkerGroup:
         self.spec, self.world_size = spec, world_size
         self._call = 0
         self._stopped = False
-        self._places: list[Place] = []
+        self._places: dict[str, list[Place]] = {}
         self.pids: list[int] = []
         host = placement.driver_address()
         self._store, port = hang.host_store(host)
@@ -90,13 +91,17 @@ class WorkerGroup:
         """Wait for the processes, let ranks meet and build their models; settings in force."""
         about = self.call("start", "about", stall_s=LOCAL_TIMEOUT_S)
         self.pids = [answer["pid"] for answer in about if answer["host"] == placement.this_host()]
-        self._places = self.call("build", "build", stall_s=LOCAL_TIMEOUT_S)
+        self.take_places(self.call("build", "build", stall_s=LOCAL_TIMEOUT_S))
         return self.hparams()
+
+    def take_places(self, answers: Sequence[dict[str, Place]]) -> None:
+        """Remember each rank's part in batches, by role."""
+        self._places = {role: [answer[role] for answer in answers] for role in answers[0]}
 
     @property
     def dp_size(self) -> int:
-        """Number of chunks that a batch is cut into."""
-        return self._places[0].dp_size
+        """Number of chunks that a batch is cut into for the actor."""
+        return self._places["actor"][0].dp_size
 
     def shutdown(self) -> None:
         """Stop the ranks and give their places back. May be called twice."""
@@ -118,7 +123,8 @@ class WorkerGroup:
 
         Reads input_ids, attention_mask, position_ids, responses and ``meta_info`` temperature.
         ``meta_info["ranks"]``: one dict a rank (rank, first_row, rows, tokens, micro_batches,
-        indices, peak_token_sum, token_limit, cpu_s); indices are positions within the rank's rows.
+        indices, peak_token_sum, token_limit, bubble, cpu_s); indices are positions within the
+        rank's rows.
         """
         return self._log_prob(batch, "old_log_prob", self.spec.log_prob_micro, "actor", entropy)
 
@@ -161,7 +167,7 @@ class WorkerGroup:
         args = [
             (part, mini_batches, lr) for part, mini_batches in zip(parts, plan.ranks, strict=True)
         ]
-        answers = self._rows("update_actor", "update_actor", args)
+        answers = self._rows("update_actor", "update_actor", args, "actor")
         out = collect(answers)
         self._note_limit(out, self.spec.update.micro)
         losses = merge_losses(answers, plan, mode=loss.loss_agg_mode)
@@ -179,13 +185,15 @@ class WorkerGroup:
         """
         if not steps:
             return []
-        batch, plan = _warmup_plan(batch, steps=steps, ranks=self.dp_size)
+        stages = self.spec.megatron.pp if self.spec.strategy == "megatron" else 1
+        micro = MicroBatching(divisible_by=stages)
+        batch, plan = _warmup_plan(batch, steps=steps, ranks=self.dp_size, micro=micro)
         fields = (*FORWARD_FIELDS, "response_mask")
         parts = dispatch(batch, fields=fields, meta=(), ranks=self.dp_size)
         args = [
             (part, mini_batches, lr) for part, mini_batches in zip(parts, plan.ranks, strict=True)
         ]
-        shares = self._rows("warmup", "warmup", args)
+        shares = self._rows("warmup", "warmup", args, "actor")
         return [float(sum(values)) for values in zip(*shares, strict=True)]
 
     # -- weights ---------------------------------------------------------------------------------
@@ -223,21 +231,23 @@ class WorkerGroup:
             "save_checkpoint", "save_checkpoint", [(str(folder),)], stall_s=LOCAL_TIMEOUT_S
         )
         return checkpoint.write_index(
-            folder, files, step=step, layout=self._layout(), extra=extra or {}
+            folder, files, step=step, layout=checkpoint_layout(self.spec), extra=extra or {}
         )
 
     def load_checkpoint(self, folder: str | Path) -> checkpoint.Index:
         """Continue from ``folder``. Raises DPA804 if it is incomplete or of another layout."""
         folder = Path(folder).absolute()
-        index = checkpoint.read_index(folder, world_size=self.world_size, layout=self._layout())
+        layout = checkpoint_layout(self.spec)
+        index = checkpoint.read_index(folder, world_size=self.world_size, layout=layout)
         args = [(str(folder), file) for file in index.files]
         self.call("load_checkpoint", "load_checkpoint", args, stall_s=LOCAL_TIMEOUT_S)
         return index
 
     def hparams(self) -> dict[str, Any]:
-        """Settings that the ranks compute with (of rank 0)."""
-        answer: dict[str, Any] = self.call("hparams", "hparams")[0]
-        return answer
+        """Settings that the ranks compute with (of rank 0), and the number of parameters."""
+        answers = self.call("hparams", "hparams")
+        sizes = {name: size for answer in answers for name, size in answer["parameters"].items()}
+        return {**answers[0], "parameters": sum(sizes.values())}
 
     # -- calls -----------------------------------------------------------------------------------
 
@@ -291,29 +301,33 @@ class WorkerGroup:
     def _log_prob(
         self, batch: DataProto, stage: str, micro: MicroBatching, role: str, entropy: bool
     ) -> DataProto:
-        plan = plan_forward(_lengths(batch, "attention_mask"), ranks=self.dp_size, micro=micro)
-        parts = dispatch(batch, fields=FORWARD_FIELDS, meta=("temperature",), ranks=self.dp_size)
+        ranks = self._places[role][0].dp_size
+        plan = plan_forward(_lengths(batch, "attention_mask"), ranks=ranks, micro=micro)
+        parts = dispatch(batch, fields=FORWARD_FIELDS, meta=("temperature",), ranks=ranks)
         args = [
             (part, micro_batches, role, entropy)
             for part, micro_batches in zip(parts, plan.ranks, strict=True)
         ]
-        out = collect(self._rows(stage, "compute_log_prob", args))
+        out = collect(self._rows(stage, "compute_log_prob", args, role))
         self._note_limit(out, micro)
         return out
 
     @staticmethod
     def _note_limit(out: DataProto, micro: MicroBatching) -> None:
-        """Tell with each rank's notes the token limit that its micro-batches were cut by."""
-        for note in out.meta_info["ranks"]:
+        """Tell with each rank's notes the token limit that its micro-batches were cut by, and for
+        which share of the time it waits, where its engine did not tell."""
+        notes = out.meta_info["ranks"]
+        shares = idle_shares([len(note["micro_batches"]) for note in notes])
+        for note, share in zip(notes, shares, strict=True):
             note["token_limit"] = micro.max_tokens or None
+            note.setdefault("bubble", share)
 
-    def _rows(self, stage: str, method: str, chunks: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def _rows(
+        self, stage: str, method: str, chunks: Sequence[tuple[Any, ...]], role: str
+    ) -> list[Any]:
         """A call on rows: ``chunks`` to the ranks they belong to, answers in the rows' order."""
-        answers = self.call(stage, method, spread(chunks, self._places))
-        return kept(answers, self._places)
-
-    def _layout(self) -> dict[str, Any]:
-        return {"strategy": self.spec.strategy}
+        places = self._places[role]
+        return kept(self.call(stage, method, spread(chunks, places)), places)
 
 
 def _lengths(batch: DataProto, mask: str) -> NDArray[np.int64]:
@@ -323,7 +337,9 @@ def _lengths(batch: DataProto, mask: str) -> NDArray[np.int64]:
     return lengths
 
 
-def _warmup_plan(batch: DataProto, *, steps: int, ranks: int) -> tuple[DataProto, UpdatePlan]:
+def _warmup_plan(
+    batch: DataProto, *, steps: int, ranks: int, micro: MicroBatching
+) -> tuple[DataProto, UpdatePlan]:
     """``batch`` reordered so that a rank's chunk holds its share of every step, and the plan."""
     rows = len(batch)
     if rows % steps or (rows // steps) % ranks:
@@ -340,7 +356,7 @@ def _warmup_plan(batch: DataProto, *, steps: int, ranks: int) -> tuple[DataProto
         ranks=ranks,
         mini_batch_size=rows // steps,
         width=int(batch.batch["responses"].shape[1]),
-        micro=MicroBatching(),
+        micro=micro,
         shuffle=False,
     )
     return batch, plan

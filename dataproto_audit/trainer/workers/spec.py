@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dataproto_audit.trainer.backends.base import FSDPOptions, ModelSpec, OptimSpec
+from dataproto_audit.trainer.backends.megatron.options import MegatronOptions, options_from
 from dataproto_audit.trainer.plans import MicroBatching
 
 
@@ -50,10 +51,40 @@ class WorkerSpec:
     log_prob_micro: MicroBatching = field(default_factory=MicroBatching)
     ref_micro: MicroBatching = field(default_factory=MicroBatching)
     fsdp: FSDPOptions = field(default_factory=FSDPOptions)
+    megatron: MegatronOptions = field(default_factory=MegatronOptions)
+    ref_megatron: MegatronOptions | None = None
     strategy: str = "fsdp2"
+    ref_strategy: str | None = None
     with_reference: bool = True
     collective_timeout_s: float = 60.0
     seed: int = 0
+
+
+def roles_of(spec: WorkerSpec) -> tuple[str, ...]:
+    """Models that a training rank holds."""
+    return ("actor", "ref") if spec.with_reference else ("actor",)
+
+
+def strategy_of(spec: WorkerSpec, role: str) -> str:
+    """The engine of ``actor`` or ``ref``."""
+    return spec.strategy if role == "actor" else spec.ref_strategy or spec.strategy
+
+
+def megatron_of(spec: WorkerSpec, role: str) -> MegatronOptions:
+    """Megatron's layout of ``actor`` or ``ref``."""
+    return spec.megatron if role == "actor" else spec.ref_megatron or spec.megatron
+
+
+def checkpoint_layout(spec: WorkerSpec) -> dict[str, Any]:
+    """What the ranks' files of a checkpoint depend on, for its index."""
+    layout: dict[str, Any] = {"strategy": spec.strategy}
+    if spec.strategy == "megatron":
+        layout |= spec.megatron.layout()
+    elif spec.fsdp.fsdp_size != -1:
+        layout["fsdp_size"] = spec.fsdp.fsdp_size
+    if strategy_of(spec, "ref") != spec.strategy and spec.with_reference:
+        layout["ref_strategy"] = spec.ref_strategy
+    return layout
 
 
 def lr_at(optim: OptimSpec, update: UpdateOptions, *, step: int) -> float:
@@ -71,12 +102,10 @@ def worker_spec(config: Any, *, model_path: str) -> WorkerSpec:
     group = config.actor_rollout_ref
     actor, ref, rollout = group.actor, group.ref, group.rollout
     low, high = actor.clip_ratio_low, actor.clip_ratio_high
+    megatron = options_from(actor.megatron)
+    stages = megatron.pp if actor.strategy == "megatron" else 1
     return WorkerSpec(
-        model=ModelSpec(
-            path=str(model_path),
-            dtype=str(group.model.dtype),
-            attn_implementation=str(group.model.attn_implementation),
-        ),
+        model=model_spec(config, model_path=model_path),
         optim=OptimSpec(
             name=str(actor.optim.name),
             lr=float(actor.optim.lr),
@@ -101,6 +130,7 @@ def worker_spec(config: Any, *, model_path: str) -> WorkerSpec:
                 actor.use_dynamic_bsz,
                 actor.ppo_max_token_len_per_gpu,
                 actor.ppo_micro_batch_size_per_gpu,
+                stages,
             ),
             epochs=int(actor.ppo_epochs),
             shuffle=bool(actor.shuffle),
@@ -109,15 +139,39 @@ def worker_spec(config: Any, *, model_path: str) -> WorkerSpec:
         ),
         log_prob_micro=_log_prob_micro(rollout),
         ref_micro=_log_prob_micro(ref),
-        fsdp=FSDPOptions(
-            wrap=str(actor.fsdp_config.wrap),
-            reshard_after_forward=actor.fsdp_config.reshard_after_forward,
-            param_dtype=str(actor.fsdp_config.param_dtype),
-        ),
+        fsdp=fsdp_options(config),
+        megatron=megatron,
+        ref_megatron=options_from(ref.megatron, defaults=megatron),
         strategy=str(actor.strategy),
+        ref_strategy=None if ref.strategy is None else str(ref.strategy),
         with_reference=bool(actor.use_kl_loss),
         collective_timeout_s=float(config.trainer.collective_timeout_s),
         seed=int(config.trainer.seed),
+    )
+
+
+def model_spec(config: Any, *, model_path: str) -> ModelSpec:
+    """The model part of :func:`worker_spec`."""
+    model = config.actor_rollout_ref.model
+    return ModelSpec(
+        path=str(model_path),
+        dtype=str(model.dtype),
+        attn_implementation=str(model.attn_implementation),
+        remove_padding=bool(model.use_remove_padding),
+        fused_kernels=bool(model.use_fused_kernels),
+    )
+
+
+def fsdp_options(config: Any) -> FSDPOptions:
+    """The FSDP part of :func:`worker_spec`."""
+    actor = config.actor_rollout_ref.actor
+    return FSDPOptions(
+        wrap=str(actor.fsdp_config.wrap),
+        reshard_after_forward=actor.fsdp_config.reshard_after_forward,
+        param_dtype=str(actor.fsdp_config.param_dtype),
+        fsdp_size=int(actor.fsdp_config.fsdp_size),
+        offload=bool(actor.fsdp_config.offload_policy),
+        sequence_parallel=int(actor.ulysses_sequence_parallel_size),
     )
 
 
@@ -129,7 +183,8 @@ def _log_prob_micro(section: Any) -> MicroBatching:
     )
 
 
-def _micro(dynamic: Any, max_tokens: Any, rows: Any) -> MicroBatching:
+def _micro(dynamic: Any, max_tokens: Any, rows: Any, stages: int = 1) -> MicroBatching:
+    """``stages`` pipeline stages are given something to do where the size is open."""
     if dynamic:
-        return MicroBatching(max_tokens=int(max_tokens))
-    return MicroBatching(rows=int(rows or 0))
+        return MicroBatching(max_tokens=int(max_tokens), divisible_by=stages)
+    return MicroBatching(rows=int(rows or 0), divisible_by=1 if rows else stages)

@@ -134,6 +134,8 @@ class _PolicyLoss:
 
     def sums(self) -> list[float]:
         """Shares of :data:`TERMS` over all micro-batches."""
+        if not self._sums:  # a pipeline stage that is not the last one
+            return [0.0] * len(TERMS)
         values: list[float] = torch.stack(self._sums).double().sum(0).tolist()
         return values
 
@@ -155,4 +157,4 @@ def train_supervised(
     micros = [micro_batch(batch, rows, device=backend.device) for rows in plan.micro_batches]
     backend.accumulate(micros, loss, temperature=1.0, entropy=False, before=before)
     backend.optimizer_step()
-    return float(torch.stack(shares).sum())
+    return float(torch.stack(shares).sum()) if shares else 0.0

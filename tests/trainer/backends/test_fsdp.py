@@ -31,10 +31,9 @@ def process_group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def build(folder, optim=SGD, **options) -> FSDPBackend:
-    return FSDPBackend(
-        ModelSpec(str(folder)), device=CPU, optim=optim, options=FSDPOptions(**options)
-    )
+def build(folder, optim=SGD, *, packed=False, fused=False, **options) -> FSDPBackend:
+    model = ModelSpec(str(folder), remove_padding=packed, fused_kernels=fused)
+    return FSDPBackend(model, device=CPU, optim=optim, options=FSDPOptions(**options))
 
 
 def log_probs(backend, batch, parts, *, entropy=True, temperature=1.0):
@@ -111,10 +110,17 @@ def test_terms_gradients_and_an_sgd_step_equal_the_unsplit_reference(
         torch.testing.assert_close(weights.data, expected[name].detach(), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("wrap", ["root", "layer"])
-def test_accumulated_gradients_equal_the_reference(tiny_model, ragged_batch, wrap):
-    folder, batch = tiny_model(), ragged_batch(seed=4)
-    backend, model = build(folder, wrap=wrap), load_model(folder)
+@pytest.mark.parametrize(
+    ("wrap", "packed", "fused"),
+    [
+        ("root", False, False), ("layer", False, False), ("root", True, False),
+        ("layer", False, True), ("layer", True, True),
+    ],
+)  # fmt: skip
+def test_accumulated_gradients_equal_the_reference(tiny_model, ragged_batch, wrap, packed, fused):
+    folder, batch = tiny_model(tied=packed), ragged_batch(seed=4)
+    backend = build(folder, wrap=wrap, packed=packed, fused=fused)
+    model = load_model(folder)
     seen = {}
     step = backend.optimizer_step
 
@@ -230,6 +236,22 @@ def test_lower_precision_compute_keeps_float32_weights_and_stays_close(tiny_mode
 def test_unknown_options_are_refused(tiny_model, options):
     with pytest.raises(UsageError, match="DPA851"):
         build(tiny_model(), **options)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_frozen_model_scores_packed_rows_and_notes_them(tiny_model, ragged_batch, fused):
+    frozen, batch = build(tiny_model(), optim=None, packed=True, fused=fused), ragged_batch()
+    batch.batch["position_ids"][2] += 3
+    parts = [np.array([5, 0, 2]), np.array([1, 3, 4, 6, 7])]
+    found = log_probs(frozen, batch, parts, temperature=0.7)
+    expected = expected_log_probs(tiny_model(), batch, 0.7)
+    torch.testing.assert_close(found[0].double(), expected[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(found[1].double(), expected[1], atol=1e-5, rtol=0)
+    assert frozen.packed_notes() == [
+        {"restarts": [True, True, False], "mask": "none"},
+        {"restarts": [True] * 5, "mask": "none"},
+    ]
+    assert frozen.packed_notes() == []
 
 
 def test_an_unknown_optimizer_is_refused(tiny_model):

@@ -13,11 +13,11 @@ from omegaconf import OmegaConf
 
 from dataproto_audit.codes import RunError, UsageError
 from dataproto_audit.trainer.backends.shards import checksum
-from dataproto_audit.trainer.config import RolloutConfig
 from dataproto_audit.trainer.rollout.base import EngineConfig
 from dataproto_audit.trainer.rollout.group import Rollout
 from dataproto_audit.trainer.rollout.rows import Widths
 from dataproto_audit.trainer.rollout.vllm import VllmEngine
+from dataproto_audit.trainer.schema import RolloutConfig
 from dataproto_audit.trainer.workers.cluster import cluster
 
 from .conftest import random_prompts, rows

@@ -2,8 +2,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from dataproto_audit.trainer.backends.base import OptimSpec
-from dataproto_audit.trainer.config import Config
 from dataproto_audit.trainer.plans import MicroBatching
+from dataproto_audit.trainer.schema import Config
 from dataproto_audit.trainer.workers.spec import UpdateOptions, WorkerSpec, lr_at, worker_spec
 
 

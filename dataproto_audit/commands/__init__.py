@@ -1,0 +1,1 @@
+"""Commands that ``cli.py`` registers, grouped by what they work on; thin, as it is itself."""

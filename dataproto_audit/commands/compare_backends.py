@@ -1,0 +1,229 @@
+"""``compare-backends``: whether layouts compute the same as transformers' model in one process."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import tempfile
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dataproto_audit.codes import UsageError
+
+if TYPE_CHECKING:
+    from dataproto_audit.protocol import DataProto
+    from dataproto_audit.trainer.compare.judge import Values
+
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+DEFAULT_LAYOUTS = "fsdp:1,fsdp:2,fsdp:2+packed+fused,fsdp:2+packed+ulysses=2"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("compare-backends")(compare_backends)
+
+
+def compare_backends(
+    path: Annotated[Path | None, typer.Argument(help="A saved batch, or a trace.")] = None,
+    demo: Annotated[bool, typer.Option("--demo", help="A made batch of ragged rows.")] = False,
+    model: Annotated[
+        Path | None, typer.Option(help="Model folder; with --demo a tiny one is made.")
+    ] = None,
+    layouts: Annotated[
+        str, typer.Option(help="fsdp:2,fsdp:2+ulysses=2+packed,megatron:tp=2,pp=2,...")
+    ] = DEFAULT_LAYOUTS,
+    rows: Annotated[int, typer.Option(min=1, help="Rows to use at most.")] = 16,
+    temperature: Annotated[float, typer.Option(help="Of the log-probs.")] = 1.0,
+    as_json: AsJson = False,
+) -> None:
+    """Run a batch through backends and layouts, and compare each with a single process."""
+    if (path is None) != demo:
+        raise UsageError("DPA851", "name a batch, or use --demo.", "One of the two is needed.")
+    if path is not None and model is None:
+        raise UsageError("DPA851", "log-probs of a file need its model.", "Add --model FOLDER.")
+    if not temperature > 0:
+        raise UsageError("DPA851", f"--temperature {temperature}.", "It must be positive.")
+    with tempfile.TemporaryDirectory(prefix="dpa-") as scratch, redirect_stdout(sys.stderr):
+        answer = _answer(path, model, layouts, rows, temperature, Path(scratch))
+    if as_json:
+        print(json.dumps(answer), flush=True)
+    else:
+        print(_text(answer))
+    if not all(entry["agree"] for entry in answer["layouts"]):
+        raise typer.Exit(1)
+
+
+def _answer(
+    path: Path | None,
+    model: Path | None,
+    text: str,
+    rows: int,
+    temperature: float,
+    scratch: Path,
+) -> dict[str, Any]:
+    from transformers.utils import logging
+
+    from dataproto_audit.trainer.compare import batches, run
+    from dataproto_audit.trainer.compare.layouts import parse_layouts
+    from dataproto_audit.trainer.compare.pool import Pool
+
+    logging.disable_progress_bar()
+    folder = model or _tiny(scratch)
+    wanted = parse_layouts(text, model=str(folder))
+    if not wanted:
+        raise UsageError("DPA851", "--layouts names none.", "As in fsdp:2,megatron:tp=2.")
+    for layout in wanted:
+        run.check(layout)
+    reference = Reference(folder)
+    parts = math.lcm(*(layout.data_parallel for layout in wanted))
+    tensors = dict(_made(folder, rows).batch.items()) if path is None else _read(path)
+    batch = batches.from_tensors(tensors, rows=rows, multiple_of=parts, temperature=temperature)
+    made = batches.complete(batch, reference.log_probs(batch))
+    with Pool() as pool:
+        compared = run.compare(
+            batch, wanted, expected=reference, pool=pool,
+            told=lambda line: print(line, file=sys.stderr, flush=True),
+        )  # fmt: skip
+    return {
+        "batch": str(path) if path else "demo",
+        "model": str(model) if model else "tiny",
+        "rows": len(batch),
+        "tokens": int(batch.batch["attention_mask"].sum()),
+        "made_fields": made,
+        "layouts": [one.to_dict() for one in compared],
+    }
+
+
+class Reference:
+    """The step by transformers' own model in this process, in float32; float64 after the logits."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def log_probs(self, batch: DataProto) -> Any:
+        """f64[rows, response]."""
+        return self._scored(self._model(), batch)[0]
+
+    def values(self, batch: DataProto, dtype: str) -> Values:
+        """The step in float32, whatever ``dtype``."""
+        return self._step(self._model(), batch)
+
+    def noise(self, batch: DataProto, dtype: str) -> Values:
+        """Rows one at a time and in another order, with another attention kernel; or ``dtype``."""
+        if dtype != "float32":
+            return self._step(self._model(dtype=dtype), batch)
+        return self._step(self._model(attention="sdpa"), batch, alone=True)
+
+    def _model(self, *, dtype: str = "float32", attention: str = "eager") -> Any:
+        import torch
+
+        from dataproto_audit.reference.logprobs import load_model
+
+        kind = getattr(torch, dtype)
+        return load_model(self._folder, dtype=kind, attn_implementation=attention)
+
+    def _scored(self, model: Any, batch: DataProto, *, alone: bool = False) -> Any:
+        from dataproto_audit.reference.logprobs import token_log_probs
+
+        tensors = batch.batch
+        return token_log_probs(
+            model,
+            tensors["input_ids"],
+            tensors["attention_mask"],
+            tensors["position_ids"],
+            int(tensors["responses"].shape[1]),
+            temperature=float(batch.meta_info["temperature"]),
+            rows_per_forward=1 if alone else None,
+        )
+
+    def _step(self, model: Any, batch: DataProto, *, alone: bool = False) -> Values:
+        from dataproto_audit.reference.logprobs import grad_of_loss
+        from dataproto_audit.reference.updates import AdamWState, adamw_step
+        from dataproto_audit.trainer.compare.judge import Values
+        from dataproto_audit.trainer.compare.run import LOSS, OPTIM, TERMS
+
+        log_probs, entropy = self._scored(model, batch, alone=alone)
+        tensors = {
+            name: tensor.flip(0) if alone else tensor for name, tensor in batch.batch.items()
+        }
+        gradients, terms = grad_of_loss(
+            model,
+            tensors,
+            temperature=float(batch.meta_info["temperature"]),
+            kl_loss_coef=LOSS.kl_loss_coef,
+            kl_loss_type=LOSS.kl_loss_type,
+            entropy_coeff=LOSS.entropy_coeff,
+            clip_ratio_c=LOSS.clip_ratio_c,
+        )
+        named: Any = dict(terms)
+        start = {name: value.detach().float() for name, value in model.named_parameters()}
+        gradients = {name: value.float() for name, value in gradients.items()}
+        after, _ = adamw_step(
+            start, gradients, AdamWState(), lr=OPTIM.lr, betas=OPTIM.betas, eps=OPTIM.eps,
+            weight_decay=OPTIM.weight_decay,
+        )  # fmt: skip
+        return Values(
+            log_probs=log_probs,
+            entropy=entropy,
+            terms={name: float(named[name]) for name in TERMS},
+            gradients=gradients,
+            moved={name: after[name] - start[name] for name in start},
+        )
+
+
+def _tiny(scratch: Path) -> Path:
+    from dataproto_audit.trainer.models import TinyModel, write_tiny_model
+
+    sizes = TinyModel(
+        charset="arithmetic", num_hidden_layers=4, max_position_embeddings=64,
+        initializer_range=0.2,
+    )  # fmt: skip
+    return write_tiny_model(scratch / "model", sizes)
+
+
+def _made(folder: Path, rows: int) -> DataProto:
+    from dataproto_audit.trainer.backends.base import ModelSpec
+    from dataproto_audit.trainer.backends.hf import model_config
+    from dataproto_audit.trainer.compare.batches import demo_batch
+
+    return demo_batch(vocab_size=int(model_config(ModelSpec(str(folder)))["vocab_size"]), rows=rows)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The tensors of the last batch that an update can start from."""
+    from dataproto_audit.dump.readers import read_batches
+
+    chosen: dict[str, Any] | None = None
+    for saved in read_batches(path):
+        if not {"input_ids", "responses"} <= set(saved.tensors):
+            continue
+        if chosen is None or "advantages" in saved.tensors or "advantages" not in chosen:
+            chosen = dict(saved.tensors)
+    if chosen is None:
+        raise UsageError(
+            "DPA851", f"{path} holds no batch with responses.", "Give one from update_actor."
+        )
+    return chosen
+
+
+def _text(answer: dict[str, Any]) -> str:
+    lines = [f"{answer['rows']} rows, {answer['tokens']} tokens, model {answer['model']}"]
+    for entry in answer["layouts"]:
+        verdict = "agrees" if entry["agree"] else "DIFFERS: " + ", ".join(entry["wrong"])
+        row, column = entry["worst_logprob"]
+        lines += [
+            f"{entry['name']}: {verdict}",
+            f"  log-prob {entry['max_abs_logprob_diff']:.1e} (row {row}, column {column})"
+            f"  entropy {entry['max_abs_entropy_diff']:.1e}  loss {entry['rel_loss_diff']:.1e} "
+            f"({entry['worst_term']})",
+            f"  gradient {entry['max_abs_grad_diff']:.1e} ({entry['worst_gradient']})"
+            f"  update {entry['rel_update_diff']:.1e}",
+            f"  peak {entry['peak_bytes'] / 2**20:.2f} MiB, sent "
+            f"{entry['comm_bytes'] / 2**20:.2f} MiB a rank and step, start {entry['startup_s']:.1f}"
+            f" s, step {entry['step_cpu_s']:.2f} CPU s",
+        ]
+    return "\n".join(lines)

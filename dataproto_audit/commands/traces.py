@@ -1,0 +1,146 @@
+"""``replay`` and ``bisect``: recorded steps checked again, and the stage that broke one."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dataproto_audit.codes import UsageError
+from dataproto_audit.commands.reduce import named_function
+
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+Model = Annotated[str | None, typer.Option("--model", help="Policy of the step, a model folder.")]
+RefModel = Annotated[str | None, typer.Option("--ref-model", help="Reference, a model folder.")]
+Sample = Annotated[int | None, typer.Option(help="Rows that the models score; default: all.")]
+Config = Annotated[str | None, typer.Option(help="YAML with verl's or our names.")]
+PolicyFile = Annotated[
+    Path | None, typer.Option("--policy", help="What to report; default: pyproject.toml here.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    for command in (replay, bisect):
+        app.command()(command)
+
+
+def replay(
+    paths: Annotated[list[Path], typer.Argument(help="Traces, run folders, or saved batches.")],
+    step: Annotated[list[int] | None, typer.Option("--step", help="Only this step.")] = None,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Compute each stage again from its inputs.")
+    ] = False,
+    model: Model = None,
+    ref_model: RefModel = None,
+    sample: Sample = None,
+    jobs: Annotated[int, typer.Option("--jobs", help="Processes, over Ray.")] = 1,
+    config: Config = None,
+    policy: PolicyFile = None,
+    fail_on: Annotated[str, typer.Option(help="Severity that sets exit code 1.")] = "fail",
+    as_json: AsJson = False,
+) -> None:
+    """Check recorded boundaries again; of several paths, --json prints one line each."""
+    from dataproto_audit.policy import load_policy
+    from dataproto_audit.replay.answers import Wanted, summed, work_of
+    from dataproto_audit.replay.jobs import replayed
+
+    if fail_on not in ("fail", "warn"):
+        raise UsageError("DPA851", f"--fail-on {fail_on}.", "Choose fail or warn.")
+    wanted = Wanted(
+        recompute or bool(model or ref_model), model, ref_model, sample, config,
+        load_policy(policy),
+    )  # fmt: skip
+    work = [piece for path in paths for piece in work_of(path, step, parts=4 * jobs)]
+    told: dict[str, list[dict[str, Any]]] = {}
+    wrong = False
+    with _processes(jobs, len(work)):
+        for piece, answer in replayed(work, wanted, jobs=jobs):
+            loud = {finding["severity"] for finding in answer["findings"]}
+            wrong |= not answer["ok"] or (fail_on == "warn" and "warn" in loud)
+            if as_json:
+                told.setdefault(_path_of(piece.path, paths), []).append(answer)
+            else:
+                print(_printable(_text(answer)))
+    for path, parts in told.items():
+        print(json.dumps(summed(path, parts)), flush=True)
+    if wrong:
+        raise typer.Exit(1)
+
+
+def bisect(
+    path: Annotated[Path, typer.Argument(help="A trace, or a run folder that holds one.")],
+    step: Annotated[
+        int | None, typer.Option("--step", help="Default: the first that is not quiet.")
+    ] = None,
+    model: Model = None,
+    ref_model: RefModel = None,
+    sample: Sample = None,
+    good: Annotated[Path | None, typer.Option("--good", help="Trace of a healthy run.")] = None,
+    predicate: Annotated[
+        str | None,
+        typer.Option(help="module:function that says whether a part of the batch still fails."),
+    ] = None,
+    config: Config = None,
+    policy: PolicyFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Name the stage that broke a step, then the rows, then the tokens."""
+    from dataproto_audit.checker.config import settings_from
+    from dataproto_audit.policy import load_policy
+    from dataproto_audit.replay.bisect import bisect as found
+
+    verdict = found(
+        path, step=step, policy_model=model, reference_model=ref_model, sample=sample, good=good,
+        predicate=None if predicate is None else named_function(predicate),
+        config=None if config is None else settings_from(config, {})[0],
+        policy=load_policy(policy),
+    )  # fmt: skip
+    print(json.dumps(verdict.to_dict()) if as_json else _printable(verdict.story()), flush=True)
+    if verdict.verdict == "faulty":
+        raise typer.Exit(1)
+
+
+def _processes(jobs: int, pieces: int) -> Any:
+    """The Ray that the trainer starts, which leaves no process behind; none for one job."""
+    if jobs < 2 or pieces < 2:
+        return nullcontext()
+    try:
+        from dataproto_audit.trainer.workers.cluster import cluster
+    except ImportError as error:
+        raise UsageError(
+            "DPA858", "several jobs need ray.", "Install dataproto-audit[trainer], or --jobs 1."
+        ) from error
+    return cluster(num_cpus=jobs)
+
+
+def _path_of(work: str, paths: list[Path]) -> str:
+    """The path that was asked for, of a piece that may be a file in it."""
+    found = (str(p) for p in paths if Path(work) == p or p in Path(work).parents)
+    return next(found, work)
+
+
+def _text(answer: dict[str, Any]) -> str:
+    from dataproto_audit.findings import finding_lines, listed
+
+    counts = ", ".join(f"{n} {kind}" for kind, n in answer["outcomes"].items())
+    where = f" step {answer['step']}" if "step" in answer else ""
+    lines = [f"{answer['path']}{where}: {'ok' if answer['ok'] else 'NOT OK'}: {counts}"]
+    for finding in answer["findings"]:
+        at = f"{finding['code']} {finding['severity']} at {finding['stage']}"
+        lines += [f"  {at}", *(f"    {name:9} {text}" for name, text in finding_lines(finding))]
+    for item in answer.get("recomputed", ()):
+        gap = item["evidence"].get("max |difference|")
+        said = item["missing"] or f"max |difference| {gap:.3g}"
+        rows = f", rows {listed(item['rows'])}" if item["rows"] else ""
+        lines.append(
+            f"  recomputed {item['stage']}.{item['field']}: {item['verdict']} ({said}{rows})"
+        )
+    return "\n".join(lines)
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in text)

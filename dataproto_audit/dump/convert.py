@@ -1,0 +1,112 @@
+"""A saved batch in another form: verl's file, safetensors with JSON, or a trace."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dataproto_audit._protocol.safe.errors import Opaque
+from dataproto_audit.codes import CodedError, UsageError
+from dataproto_audit.dump.portable import SUFFIX, write_portable
+from dataproto_audit.dump.readers import Saved, read_batches
+from dataproto_audit.dump.trace import write_step
+from dataproto_audit.protocol import DataProto
+
+PICKLES = frozenset({".pkl", ".pickle", ".dp", ".pt"})
+FORMS = "Name a file .pkl (as verl saves a DataProto) or .safetensors, or a folder for a trace."
+
+
+def convert(
+    path: str | PathLike[str], to: str | PathLike[str], *, place: int | None = None
+) -> dict[str, Any]:
+    """Write the batches of ``path`` as ``to`` says by its suffix; returns what was done.
+
+    ``place`` chooses one of several batches; a trace takes all of them. Raises
+    :class:`UsageError` for a form that is not written, a target that is there, or several batches
+    for a file that holds one; ``RunError`` where the disk refuses.
+    """
+    target, found = Path(to), read_batches(path)
+    if target.exists():
+        raise UsageError("DPA851", f"{target} is there already.", "Name a new file or folder.")
+    if place is not None:
+        if place >= len(found):
+            raise UsageError(
+                "DPA851", f"--place {place}: {path} holds {len(found)} batches.", "Count from 0."
+            )
+        found = [found[place]]
+    form = _form(target)
+    if form != "trace" and len(found) > 1:
+        raise UsageError(
+            "DPA851", f"{path} holds {len(found)} batches and a {form} file one.",
+            "Choose one with --place, or name a folder for a trace.",
+        )  # fmt: skip
+    left_out = sorted({name for saved in found for name in saved.opaque})
+    if form == "trace":
+        _as_trace(found, target)
+    elif form == "safetensors":
+        left_out += write_portable(target, found[0].batch)
+    else:
+        left_out += _as_dataproto(found[0], target)
+    return {
+        "path": str(path), "to": str(target), "form": form, "batches": len(found),
+        "left_out": list(dict.fromkeys(left_out)), "notes": list(found[0].notes),
+    }  # fmt: skip
+
+
+def _form(target: Path) -> str:
+    if target.suffix in PICKLES:
+        return "dataproto"
+    if target.suffix == SUFFIX:
+        return "safetensors"
+    if target.suffix:
+        raise UsageError("DPA851", f"{target}: no such form is written.", FORMS)
+    return "trace"
+
+
+def _as_dataproto(saved: Saved, target: Path) -> list[str]:
+    """verl's own file. Objects that nobody here knows cannot be in it."""
+    opaque = [
+        f"{part}.{name}" for part, entries in (("non_tensor_batch", saved.arrays),
+        ("meta_info", saved.meta)) for name, value in entries.items() if _has_opaque(value)
+    ]  # fmt: skip
+    arrays = {n: v for n, v in saved.arrays.items() if f"non_tensor_batch.{n}" not in opaque}
+    meta = {n: v for n, v in saved.meta.items() if f"meta_info.{n}" not in opaque}
+    try:
+        batch = DataProto.from_dict(saved.tensors or None, arrays, meta_info=meta)
+    except CodedError:
+        raise
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(
+            "DPA851", f"{saved.label} cannot be a DataProto ({error}).",
+            "Its fields differ in rows; name a .safetensors file.",
+        ) from error  # fmt: skip
+    batch.save_to_disk(target)
+    return opaque
+
+
+def _has_opaque(value: Any) -> bool:
+    todo = [value]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, Opaque):
+            return True
+        if isinstance(item, dict):
+            todo += item.values()
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            todo += item
+        elif isinstance(item, np.ndarray) and item.dtype == object:
+            todo += item.reshape(-1).tolist()
+    return False
+
+
+def _as_trace(found: list[Saved], target: Path) -> None:
+    steps: dict[int, list[Any]] = {}
+    for saved in found:
+        stage = saved.hint.stage or "update_actor"
+        when = saved.hint.when or "before"
+        steps.setdefault(saved.hint.step or 0, []).append((stage, saved.batch, {"when": when}))
+    for step, batches in steps.items():
+        write_step(target, step, batches)

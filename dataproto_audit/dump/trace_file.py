@@ -1,0 +1,108 @@
+"""The files of a trace: tensors read lazily, JSON of a known version, one error for all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dataproto_audit.codes import UsageError
+from dataproto_audit.dump.trace_format import SCHEMA, widened
+
+
+def broken(path: Path, why: str) -> UsageError:
+    """DPA820 for a part of a trace that cannot be read."""
+    return UsageError(
+        "DPA820", f"{path}: {why}.", "Record the step again, or name another step of the trace."
+    )
+
+
+class File(Mapping[str, Tensor]):
+    """A safetensors file, opened when it is first asked. Raises DPA820 for a broken one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @cached_property
+    def _open(self) -> Any:
+        try:
+            return safe_open(self.path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise broken(self.path, f"it cannot be read ({error})") from error
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.rows(key, None)
+
+    def __iter__(self) -> Any:
+        return iter(self._open.keys())
+
+    def __len__(self) -> int:
+        return len(self._open.keys())
+
+    def rows(self, key: str, rows: NDArray[np.int64] | None) -> Tensor:
+        """A tensor, or rows of it in this order, read in runs of neighbours."""
+        try:
+            if rows is None:
+                whole: Tensor = self._open.get_tensor(key)
+                return whole
+            part = self._open.get_slice(key)
+            count = int(part.get_shape()[0])
+            if len(rows) and not (rows.min() >= 0 and rows.max() < count):
+                raise IndexError(f"{count} rows, row {int(rows.max())} is asked for")
+            if 4 * len(rows) > count:
+                most: Tensor = self._open.get_tensor(key)
+                return most[torch.from_numpy(rows)]
+            runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1) if len(rows) else []
+            read = [part[int(run[0]) : int(run[-1]) + 1] for run in runs]
+            return torch.cat(read) if read else part[0:0]
+        except SafetensorError as error:
+            raise KeyError(str(error)) from error
+
+    def jagged(self, key: str, rows: NDArray[np.int64] | None, dtype: str) -> Tensor:
+        """A nested tensor, or rows of it."""
+        values, offsets = self._open.get_slice(f"{key}.values"), self[f"{key}.offsets"].long()
+        total = int(values.get_shape()[0])
+        steps = offsets.diff()
+        if not len(offsets) or int(offsets[0]) or int(offsets[-1]) != total or (steps < 0).any():
+            raise ValueError("its offsets do not fit its values")
+        if rows is None:
+            return _nested(widened(self[f"{key}.values"], dtype), offsets)
+        parts = [values[int(offsets[row]) : int(offsets[row + 1])] for row in rows.tolist()]
+        lengths = torch.tensor([0, *map(len, parts)])
+        joined = torch.cat(parts) if parts else values[0:0]
+        return _nested(widened(joined, dtype), lengths.cumsum(0))
+
+
+def _nested(values: Tensor, offsets: Tensor) -> Tensor:
+    made: Tensor = torch.nested.nested_tensor_from_jagged(values, offsets)
+    return made
+
+
+def read_json(path: Path) -> Any:
+    """The JSON of a file of the trace. Raises DPA820."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise broken(path, f"it cannot be read ({error})") from error
+
+
+def check_schema(path: Path, said: Any) -> Mapping[str, Any]:
+    """``said`` when it is of a version that is read; DPA821 for a newer one, DPA820 for others."""
+    version = said.get("schema") if isinstance(said, dict) else None
+    if type(version) is not int or version < 1:
+        raise broken(path, "it does not say of which version it is")
+    if version > SCHEMA:
+        raise UsageError(
+            "DPA821", f"{path}: the trace is of schema {version}, this version reads {SCHEMA}.",
+            "Update dataproto-audit, or record with the version that reads it.",
+        )  # fmt: skip
+    known: Mapping[str, Any] = said
+    return known

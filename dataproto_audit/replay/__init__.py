@@ -1,0 +1,1 @@
+"""What recorded boundaries are good for: checked again, recomputed, bisected, shrunk."""

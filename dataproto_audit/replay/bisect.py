@@ -1,0 +1,356 @@
+"""Which stage broke a step: the first wrong one, every later one that is wrong by itself, the rows
+and the tokens, and what clears the stages before.
+
+::
+
+    verdict = bisect("reports/run", policy="models/policy", reference="models/ref")
+    print(verdict.story()); verdict.stage, verdict.rows, verdict.tokens, verdict.later_faults
+
+Cheap stages are checked and recomputed, model stages recomputed at most once each; nothing is
+generated again. :mod:`.suspects` says what counts as wrong by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from dataclasses import field as dc_field
+from pathlib import Path
+from typing import Any, Literal
+
+from dataproto_audit.codes import UsageError
+from dataproto_audit.contracts.stages import STAGES
+from dataproto_audit.dump.trace import Trace
+from dataproto_audit.findings import plain
+from dataproto_audit.policy import Policy
+from dataproto_audit.probes import Settings
+from dataproto_audit.replay.recompute import Compared, recomputed
+from dataproto_audit.replay.replay import Replay, Replayed
+from dataproto_audit.replay.scorers import Scorers, scorer_of
+from dataproto_audit.replay.search import culprits
+from dataproto_audit.replay.suspects import OF_LOG_PROBS, WITNESSED, Blame, Fault, Suspect, blamed
+
+State = Literal["healthy", "faulty", "undecided"]
+NEEDED = ("rollout", "reward", "old_log_prob", "advantage")
+"""Stages that a step must have left for it to be called healthy."""
+MAX_NAMED = 100_000
+
+
+@dataclass
+class Verdict:
+    """What a bisect found; :meth:`to_dict` has the stable keys."""
+
+    verdict: State
+    step: int
+    stages: list[tuple[str, str, str]]
+    """(stage, state, why) in the order of the loop; state is ``ok``, ``WRONG``, ``follows`` (an
+    earlier fault explains it) or ``not judged``."""
+    faults: list[Fault]
+    cleared: list[dict[str, Any]]
+    missing: list[str]
+    recomputations: int
+    compared: list[Compared] = dc_field(default_factory=list)
+    row_keys: tuple[str, ...] = ()
+    against: Any = None
+    """What the comparison with a healthy run said, where one was given."""
+    meeting: dict[str, Any] | None = None
+    """Rows that fail together and the number of predicate calls, where one was given."""
+
+    @property
+    def first(self) -> Fault | None:
+        """The first wrong stage."""
+        return self.faults[0] if self.faults else None
+
+    @property
+    def stage(self) -> str | None:
+        """Its name."""
+        return self.first.stage if self.first else None
+
+    @property
+    def rows(self) -> list[int]:
+        """Rows at that stage's boundary."""
+        return rows_of(self.first) if self.first else []
+
+    @property
+    def tokens(self) -> list[tuple[int, int]]:
+        """(row, column) on the field's own last axis."""
+        return tokens_of(self.first) if self.first else []
+
+    @property
+    def later_faults(self) -> list[dict[str, Any]]:
+        """Every later stage that is wrong by itself."""
+        return [told(fault) for fault in self.faults[1:]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data with stable keys, ready for ``json.dumps``."""
+        first = told(self.first) if self.first else _NOTHING
+        made = {
+            "verdict": self.verdict,
+            "step": self.step,
+            **{key: first[key] for key in ("stage", "field", "rows", "tokens", "cause")},
+            "row_keys": first["row_keys"],
+            "boundary": first["boundary"],
+            "cleared": self.cleared,
+            "later_faults": self.later_faults,
+            "evidence": first["evidence"],
+            "recomputations": self.recomputations,
+            "missing": self.missing,
+            "stages": [{"stage": s, "state": state, "why": why} for s, state, why in self.stages],
+        }
+        if self.meeting is not None:
+            made["fails_together"] = self.meeting
+        if self.against is not None:
+            made["against"] = self.against.to_dict()
+        cleaned: dict[str, Any] = plain(made)
+        return cleaned
+
+    def story(self) -> str:
+        """A few lines for a person."""
+        from dataproto_audit.replay.story import story
+
+        return story(self)
+
+
+_NOTHING: dict[str, Any] = {
+    "stage": None, "field": None, "rows": [], "tokens": [], "cause": None, "row_keys": [],
+    "boundary": None, "evidence": {},
+}  # fmt: skip
+
+
+def bisect(
+    path: str | Path,
+    *,
+    step: int | None = None,
+    policy_model: Any = None,
+    reference_model: Any = None,
+    scorers: Scorers | None = None,
+    sample: int | None = None,
+    good: str | Path | None = None,
+    predicate: Callable[[Any], Any] | None = None,
+    config: Settings | None = None,
+    policy: Policy | None = None,
+) -> Verdict:
+    """Find what broke a step of the trace at ``path``; default the first step that is not quiet.
+
+    ``policy_model`` and ``reference_model`` are models, or folders of models, with the weights of
+    that step; ``sample`` bounds the rows that they score. ``good`` is the trace of a healthy run.
+    ``predicate`` runs something on a part of the batch that entered the wrong stage and says
+    whether it fails; with it the rows that fail together are found by halving, for packing, leakage
+    between rows, and gradients. Raises :class:`UsageError` for what cannot be read.
+    """
+    trace = Trace(path)
+    again = Replay(config=config, policy=policy)
+    chosen = _chosen(trace, again, step)
+    verdict = judged(chosen, scorers or _scorers(policy_model, reference_model, sample))
+    if predicate is not None:
+        verdict.meeting = _meeting(chosen, verdict.stage or "update_actor", predicate)
+    if good is not None:
+        from dataproto_audit.replay.good import first_difference
+
+        verdict.against = first_difference(chosen, Trace(good))
+        if verdict.verdict != "faulty" and verdict.against.stage:
+            verdict.verdict = "faulty"
+    return verdict
+
+
+def _scorers(policy_model: Any, reference_model: Any, sample: int | None) -> Scorers:
+    made = Scorers(sample=sample)
+    made.policy = None if policy_model is None else scorer_of(policy_model)
+    made.reference = None if reference_model is None else scorer_of(reference_model)
+    return made
+
+
+def _meeting(step: Replayed, stage: str, predicate: Callable[[Any], Any]) -> dict[str, Any]:
+    """Rows of the batch that entered ``stage`` which fail together."""
+    entered = step.before(stage)
+    if entered is None:
+        raise UsageError(
+            "DPA820", f"the batch that entered {stage} was not recorded.", "Record whole steps."
+        )
+    boundary = entered.boundary
+
+    def fails(rows: Sequence[int]) -> bool:
+        part = boundary.view(rows=list(rows))
+        return bool(predicate({
+            "batch": part.tensors, "non_tensor_batch": part.arrays, "meta_info": dict(part.meta),
+        }))  # fmt: skip
+
+    everyone = range(boundary.rows)
+    if not fails(everyone):
+        return {"rows": [], "calls": 1, "says": "the whole batch does not fail"}
+    rows, calls = culprits(everyone, fails)
+    return {"rows": rows, "calls": calls + 1, "boundary": boundary.name}
+
+
+def _chosen(trace: Trace, again: Replay, wanted: int | None) -> Replayed:
+    """The step asked for, or the first one with something wrong, or the last one."""
+    numbers = trace.steps or trace.torn
+    if wanted is not None and wanted not in (*trace.steps, *trace.torn):
+        trace.step(wanted)  # raises and lists the steps
+    last: Replayed | None = None
+    for number in numbers if wanted is None else [n for n in numbers if n <= wanted] or [wanted]:
+        last = again.step(trace.step(number))
+        if number == wanted or (wanted is None and _suspicious(last)):
+            return last
+        last.step.forget()
+    if last is None:
+        raise UsageError("DPA820", f"{trace.folder} has no step to look at.", "Record one.")
+    return last
+
+
+def _suspicious(step: Replayed) -> bool:
+    return any(f.severity != "info" for f in step.report.findings)
+
+
+def judged(step: Replayed, scorers: Scorers | None = None) -> Verdict:
+    """The verdict on one replayed step."""
+    scorers = scorers or Scorers()
+    before = scorers.calls
+    compared = recomputed(step, scorers)
+    blame = blamed(step, compared)
+    stages = _stages(step, compared, blame)
+    missing = _missing(step, compared, blame)
+    state: State = "faulty" if blame.faults else "healthy"
+    if not blame.faults and any(step.after(name) is None for name in NEEDED):
+        state = "undecided"
+    return Verdict(
+        state, step.step.number, stages, blame.faults, _cleared(step, compared, blame), missing,
+        scorers.calls - before, compared,
+    )  # fmt: skip
+
+
+# -- what is told ----------------------------------------------------------------------------------
+
+
+def rows_of(fault: Fault) -> list[int]:
+    """Rows of a fault, at the boundary that :func:`shown` names."""
+    return sorted({row for one in _together(fault) for row in one.rows})
+
+
+def tokens_of(fault: Fault) -> list[tuple[int, int]]:
+    """(row, column) cells of a fault."""
+    cells = {(r, c) for one in _together(fault) for r, cs in one.tokens.items() for c in cs}
+    return sorted(cells)[:MAX_NAMED]
+
+
+def shown(fault: Fault) -> Suspect:
+    """What names the rows: the lead, or what compares each cell of its field with a witness."""
+    lead = fault.lead
+    if lead.check == "recomputed" or lead.code in WITNESSED:
+        return lead
+    if lead.code not in OF_LOG_PROBS:
+        return lead
+    exact = (s for s in fault.all if s.code in WITNESSED and s.field == lead.field and s.rows)
+    return next(exact, lead)
+
+
+def _together(fault: Fault) -> list[Suspect]:
+    """What names the rows, with all that says the same of its field at the same boundary."""
+    best = shown(fault)
+    if best.check == "recomputed" or best.code in WITNESSED:
+        return [best]
+    return [s for s in fault.all if (s.boundary, s.field) == (best.boundary, best.field)]
+
+
+def told(fault: Fault) -> dict[str, Any]:
+    """A fault as plain data."""
+    lead = fault.lead
+    causes = [cause for one in fault.all for cause in one.causes]
+    rows = rows_of(fault)
+    keys = sorted({key for one in _together(fault) for key in one.row_keys})
+    return {
+        "stage": fault.stage,
+        "field": lead.field,
+        "rows": rows,
+        "tokens": [list(cell) for cell in tokens_of(fault)],
+        "cause": causes[0] if causes else None,
+        "row_keys": keys,
+        "boundary": shown(fault).place_name,
+        "evidence": {
+            "found by": lead.code or lead.check,
+            "says": lead.text,
+            **dict(lead.evidence),
+            "also": [f"{one.code or one.check} {one.field}" for one in fault.others],
+            "explains": [f"{one.code} {one.stage}.{one.field}" for one in fault.follow],
+        },
+    }
+
+
+def _stages(
+    step: Replayed, compared: Sequence[Compared], blame: Blame
+) -> list[tuple[str, str, str]]:
+    wrong = {fault.stage: fault for fault in blame.faults}
+    follow = {one.stage: fault for fault in blame.faults for one in fault.follow}
+    passed = _passed(step)
+    out = []
+    for name in _recorded(step, wrong):
+        if name in wrong:
+            out.append((name, "WRONG", wrong[name].lead.text))
+        elif name in follow:
+            out.append((name, "follows", f"explained by {follow[name].stage}"))
+        elif any(c.verdict == "agrees" for c in compared if c.stage == name) or passed.get(name):
+            out.append((name, "ok", _why(name, compared, passed)))
+        else:
+            out.append((name, "not judged", "nothing of it could be checked"))
+    return out
+
+
+def _recorded(step: Replayed, wrong: Mapping[str, Any]) -> list[str]:
+    seen = {one.boundary.stage for one in step.seen} | set(wrong)
+    return [name for name in STAGES if name in seen]
+
+
+def _passed(step: Replayed) -> dict[str, int]:
+    out: dict[str, int] = {}
+    for one in step.seen:
+        number = sum(outcome.kind == "passed" for outcome in one.report.outcomes)
+        out[one.boundary.stage] = out.get(one.boundary.stage, 0) + number
+    return out
+
+
+def _why(name: str, compared: Sequence[Compared], passed: Mapping[str, int]) -> str:
+    agreed = [c for c in compared if c.stage == name and c.verdict == "agrees"]
+    parts = [
+        f"{c.field} recomputed, max |difference| {c.evidence.get('max |difference|', 0.0):.2g}"
+        for c in agreed
+    ]
+    if passed.get(name):
+        parts.append(f"{passed[name]} checks passed")
+    return "; ".join(parts)
+
+
+def _cleared(step: Replayed, compared: Sequence[Compared], blame: Blame) -> list[dict[str, Any]]:
+    """Stages before the first fault, or all of a healthy step, with what clears each."""
+    out = []
+    for name, state, why in _stages(step, compared, blame):
+        if state == "WRONG":
+            break
+        if state == "ok":
+            out.append({"stage": name, "by": why})
+    return out
+
+
+def _missing(step: Replayed, compared: Sequence[Compared], blame: Blame) -> list[str]:
+    """What was not recorded or not given, and how to have it next time."""
+    unknown: dict[str, list[str]] = {}
+    for text in (c.missing for c in compared if c.verdict == "unknown" and c.missing):
+        name, colon, why = text.partition(": ")
+        unknown.setdefault(why if colon else text, []).append(name if colon else "")
+    out = [
+        f"{', '.join(dict.fromkeys(names))}: {why}" if all(names) else why
+        for why, names in unknown.items()
+    ]
+    absent = [name for name in NEEDED if step.after(name) is None]
+    if absent:
+        out.append(
+            f"no batch that left {', '.join(absent)}: record whole steps (audit.trace=last:1, or "
+            "trace=last:1 when attached)"
+        )
+    if step.step.ended == "unfinished":
+        out.append("the step was cut off while it was written: only its finished boundaries count")
+    lost = sorted({
+        outcome.reason for one in step.seen for outcome in one.report.outcomes
+        if outcome.kind == "not_checkable" and outcome.reason.startswith("not recorded")
+    })  # fmt: skip
+    out += lost
+    return list(dict.fromkeys(out))

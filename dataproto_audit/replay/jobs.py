@@ -1,0 +1,96 @@
+"""Many files, or a big trace, replayed in several processes over Ray.
+
+Answers stream back in the order of the work; no more than two pieces a process are under way, so
+memory is bounded by the largest step times the number of processes. Metrics of earlier steps are
+known within a piece only. One job runs in this process, without Ray.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from dataproto_audit.codes import CodedError, RunError, UsageError
+from dataproto_audit.replay.answers import Wanted, Work, answers
+
+AHEAD = 2
+"""Pieces of work under way for each process."""
+
+
+def replayed(
+    work: Sequence[Work], wanted: Wanted, *, jobs: int = 1
+) -> Iterator[tuple[Work, dict[str, Any]]]:
+    """Each piece of work with its answers, in order. Raises what :func:`answers` raises."""
+    if jobs < 1:
+        raise UsageError("DPA851", f"--jobs {jobs}.", "Give a number from 1.")
+    if jobs == 1 or len(work) < 2:
+        for piece in work:
+            for answer in answers(piece, wanted):
+                yield piece, answer
+        return
+    with _ray(jobs) as ray:
+        task = ray.remote(num_cpus=1)(_answered)
+        waiting: deque[tuple[Work, Any]] = deque()
+        left = iter(work)
+        for piece in left:
+            waiting.append((piece, task.remote(piece, wanted)))
+            if len(waiting) >= AHEAD * jobs:
+                yield from _next(ray, waiting)
+        while waiting:
+            yield from _next(ray, waiting)
+
+
+def _next(ray: Any, waiting: deque[tuple[Work, Any]]) -> Iterator[tuple[Work, dict[str, Any]]]:
+    piece, running = waiting.popleft()
+    try:
+        made = ray.get(running)
+    except ray.exceptions.RayError as error:
+        raise RunError(
+            "DPA864", f"a process that replayed {piece.path} died ({type(error).__name__}).",
+            "Lower --jobs: the steps together may not fit into memory.",
+        ) from error  # fmt: skip
+    if isinstance(made, CodedError):
+        raise made
+    for answer in made:
+        yield piece, answer
+
+
+def _answered(piece: Work, wanted: Wanted) -> list[dict[str, Any]] | CodedError:
+    """In another process: errors for users come back as values, so that they keep their kind."""
+    try:
+        return list(answers(piece, wanted))
+    except CodedError as error:
+        return error
+
+
+@contextmanager
+def _ray(jobs: int) -> Iterator[Any]:
+    """A Ray of our own, unless one is running."""
+    try:
+        import ray
+    except ImportError as error:
+        raise UsageError(
+            "DPA858", "several jobs need ray.", "Install dataproto-audit[trainer], or --jobs 1."
+        ) from error
+    if ray.is_initialized():
+        yield ray
+        return
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        ray.init(
+            num_cpus=jobs, include_dashboard=False, log_to_driver=False,
+            logging_level=logging.ERROR, configure_logging=False,
+        )  # fmt: skip
+    except Exception as error:  # Ray raises what its start-up dies of, of any kind
+        raise RunError(
+            "DPA868", f"Ray could not be started ({type(error).__name__}: {error}).",
+            "Check memory and the free space of the temporary folder, or use --jobs 1.",
+        ) from error  # fmt: skip
+    try:
+        yield ray
+    finally:
+        ray.shutdown()

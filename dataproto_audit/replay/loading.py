@@ -1,0 +1,85 @@
+"""Recordings from what is on disk: traces, run folders, saved batches of any format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from dataproto_audit.checker.config import settings_from
+from dataproto_audit.codes import UsageError
+from dataproto_audit.dump.readers import read_batches
+from dataproto_audit.dump.trace import Trace, is_trace
+from dataproto_audit.probes import Settings
+from dataproto_audit.replay.recording import Piece, Recording, audit, find, loud, piece_of
+from dataproto_audit.replay.replay import settings_of
+
+
+def recordings(path: str | PathLike[str], *, config: Any = None) -> Iterator[Recording]:
+    """One recording for each step of a trace, or for each batch of a file or folder.
+
+    ``config`` wins over what was recorded. Raises :class:`UsageError` for what cannot be read.
+    """
+    place = Path(path)
+    if is_trace(place):
+        trace = Trace(place)
+        for number in trace.steps or trace.torn:
+            step = trace.step(number)
+            pieces = [
+                piece_of(b.view(), b.stage, when=b.when, evidence=b.evidence, step=number,
+                         place=b.name)
+                for b in step.boundaries if not b.part
+            ]  # fmt: skip
+            if not pieces:
+                continue
+            known = step.boundaries[0].settings
+            settings = settings_from(config, {})[0] if config is not None else settings_of(known)
+            metrics: dict[str, Any] = {}
+            for piece in pieces:
+                told = piece.evidence.get("metrics")
+                metrics |= told if isinstance(told, dict) else {}
+            yield Recording(tuple(pieces), settings, {**metrics, **step.metrics})
+            step.forget()
+        return
+    for saved in read_batches(place):
+        settings = settings_from(config, saved.meta)[0] if config is not None else Settings()
+        piece = Piece(None, "after", saved.batch, {}, saved.hint.step, saved.label)
+        yield Recording((piece,), settings, lone=True)
+
+
+def recording_with(
+    path: str | PathLike[str],
+    *,
+    code: str | None,
+    stage: str | None,
+    config: Any = None,
+    before: str | PathLike[str] | None = None,
+) -> Recording:
+    """The first recording of ``path`` that shows the finding; of several batches, the first one.
+
+    Without a code, the first that shows any loud finding. ``before`` is a file with the batch at an
+    earlier boundary. Raises :class:`UsageError` (``DPA851``) where none does.
+    """
+    seen: dict[str, None] = {}
+    for recording in recordings(path, config=config):
+        if before is not None and recording.lone:
+            [earlier] = recordings(before)
+            recording = replace(recording, pieces=(*earlier.pieces, *recording.pieces))
+        found = audit(recording)
+        hit = find(found, code, stage) if code else next(
+            (s for s in loud(found) if stage in (None, s.finding.stage)), None
+        )  # fmt: skip
+        if hit is not None:
+            return recording
+        seen.update(dict.fromkeys(f"{s.finding.code} at {s.finding.stage}" for s in found))
+    wanted = f"no finding {code}" if code else "no finding of severity fail or warn"
+    at = f" at stage {stage}" if stage else ""
+    said = f"Found are {', '.join(sorted(seen))}." if seen else "The checks find nothing in it."
+    raise UsageError("DPA851", f"{path} has {wanted}{at}. {said}", "Name one that it has.")
+
+
+def predicate_of(function: Callable[[Any], Any]) -> Callable[[Recording], bool]:
+    """A predicate on recordings from one on the last batch, in the plain form of the readers."""
+    return lambda recording: bool(function(recording.pieces[-1].batch))

@@ -1,0 +1,284 @@
+"""What looks wrong in a replayed step, and whether an earlier fault explains it.
+
+A suspect is a failed check or a field that differs from its recomputation. It is *independent*
+when it would be there without the faults before it:
+
+* a stage whose recorded output differs from what its own recorded inputs give is wrong by itself;
+  one that agrees is not, whatever a check says of the values that were compared;
+* what is compared across a boundary (kept rows and fields, notes of ranks, checksums) and what an
+  estimator or a loss must give speaks for itself, too;
+* a comparison of two fields is explained when one of them, or what both depend on, was spoilt by
+  an earlier fault in all the rows it names;
+* after rows were lost or repeated, other counts that do not fit follow from that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from dataclasses import field as dc_field
+from typing import Any
+
+from dataproto_audit.contracts.fields import FIELDS
+from dataproto_audit.contracts.stages import STAGES
+from dataproto_audit.findings import SEVERITIES, Finding
+from dataproto_audit.probes import PROBES
+from dataproto_audit.replay.recompute import Compared
+from dataproto_audit.replay.replay import Replayed
+
+ORDER = {name: place for place, name in enumerate(STAGES)}
+COUNTS = frozenset({"DPA104", "DPA109", "DPA113", "DPA117", "DPA701", "DPA415"})
+"""Codes that a wrong number of rows sets off again at later stages."""
+BETWEEN_FIELDS = frozenset({
+    "DPA401", "DPA402", "DPA403", "DPA404", "DPA411", "DPA412", "DPA414", "DPA415", "DPA501",
+})  # fmt: skip
+"""Of the checks of groups, rewards and losses, those that do not recompute an output."""
+WITNESSED = frozenset({"DPA303", "DPA304"})
+"""Codes that compare a log-prob with another one of the same token, so that they name each cell."""
+OF_LOG_PROBS = WITNESSED | {"DPA305", "DPA306", "DPA307", "DPA309", "DPA501"}
+"""Codes that a log-prob which agrees with the model's cannot be the reason of."""
+SETTINGS = frozenset({"DPA111", "DPA112"})
+AFTER_COUNTS = COUNTS | {"DPA502", "DPA703"}
+ACROSS = frozenset({"DPA104", "DPA105", "DPA106", "DPA107", "DPA113", "DPA114", "DPA116"})
+"""Codes of what a boundary kept: they compare a stage with its own input."""
+LOG_PROBS = ("rollout_log_probs", "old_log_probs", "ref_log_prob", "update_log_probs", "entropys")
+UNDER_LOG_PROBS = (
+    "prompts", "responses", "input_ids", "attention_mask", "position_ids", "temperature",
+    "sampling",
+)  # fmt: skip
+"""What every log-prob depends on, whether or not a check reads it."""
+Keys = frozenset[str] | None
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """Something wrong at a boundary. ``keys`` are the rows by key, None for all or unknown."""
+
+    boundary: int
+    stage: str
+    field: str
+    rows: tuple[int, ...]
+    tokens: Mapping[int, tuple[int, ...]]
+    keys: Keys
+    code: str = ""
+    check: str = ""
+    severity: str = "fail"
+    causes: tuple[str, ...] = ()
+    text: str = ""
+    evidence: Mapping[str, Any] = dc_field(default_factory=dict)
+    model: bool = False
+    row_keys: tuple[str, ...] = ()
+    place_name: str = ""
+    """Name of the boundary where it was seen; its rows are positions there."""
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Order of the loop, then of the boundaries, then severity."""
+        return (ORDER.get(self.stage, len(ORDER)), self.boundary,
+                SEVERITIES.index(self.severity))  # fmt: skip
+
+
+@dataclass
+class Fault:
+    """A stage that is wrong by itself. ``lead`` says what and where, ``others`` what goes along."""
+
+    lead: Suspect
+    others: list[Suspect] = dc_field(default_factory=list)
+    follow: list[Suspect] = dc_field(default_factory=list)
+    """What this fault explains at later stages."""
+
+    @property
+    def stage(self) -> str:
+        """The stage."""
+        return self.lead.stage
+
+    @property
+    def all(self) -> list[Suspect]:
+        """Everything that is wrong at the stage."""
+        return [self.lead, *self.others]
+
+
+def suspects(step: Replayed, compared: Iterable[Compared]) -> list[Suspect]:
+    """Everything wrong, in the order of the boundaries; recomputed fields before checks there."""
+    out = [_of_compared(step, c) for c in compared if c.verdict == "differs"]
+    for number, finding in step.sighted():
+        if finding.severity != "info" and finding.stage:
+            out.append(_of_finding(step, number, finding))
+    return sorted(out, key=lambda s: (s.boundary, _rank(s)))
+
+
+def _rank(suspect: Suspect) -> int:
+    """What leads at one boundary: broken ids and masks, then what names its cells exactly."""
+    if suspect.check != "recomputed":
+        return 0 if suspect.field in UNDER_LOG_PROBS else 3
+    return 1 if suspect.model else 2 if suspect.tokens else 4
+
+
+def _of_compared(step: Replayed, compared: Compared) -> Suspect:
+    keys = step.seen[compared.boundary].boundary.row_keys
+    tokens: dict[int, tuple[int, ...]] = {}
+    if compared.cells is not None and compared.cells.shape[1] > 1:
+        tokens = {row: tuple(compared.cells[row].nonzero()[0].tolist()) for row in compared.rows}
+    return Suspect(
+        compared.boundary, compared.stage, compared.field, compared.rows, tokens,
+        _keys(compared.rows, keys), check="recomputed", evidence=compared.evidence,
+        text=f"{compared.field} differs from its recomputation", model=compared.model,
+        row_keys=_named(compared.rows, keys),
+        place_name=step.seen[compared.boundary].boundary.name,
+    )  # fmt: skip
+
+
+def _of_finding(step: Replayed, number: int, finding: Finding) -> Suspect:
+    last = min(number, len(step.seen) - 1)
+    keys = step.seen[last].boundary.row_keys
+    return Suspect(
+        number, finding.stage, finding.field.split(".")[-1] or finding.field, finding.rows,
+        dict(finding.columns), _keys(finding.rows, keys), finding.code, finding.check,
+        finding.severity, finding.causes, f"{finding.title}: {finding.actual}",
+        finding.evidence, row_keys=_named(finding.rows, keys),
+        place_name=step.seen[number].boundary.name if number == last else "end",
+    )  # fmt: skip
+
+
+def _keys(rows: Sequence[int], keys: Sequence[str]) -> Keys:
+    if not rows or not keys or max(rows) >= len(keys):
+        return None
+    return frozenset(identity(keys[row]) for row in rows)
+
+
+def _named(rows: Sequence[int], keys: Sequence[str]) -> tuple[str, ...]:
+    return tuple(keys[row] for row in rows if 0 <= row < len(keys))
+
+
+def identity(key: str) -> str:
+    """The part of a row key that tells prompt and response: a batch may not carry its uid yet."""
+    parts = key.rsplit("/", 2)
+    return parts[-2] if len(parts) == 3 else key
+
+
+class Blame:
+    """Goes through the suspects of a step and keeps those that nothing before them explains."""
+
+    def __init__(self, compared: Sequence[Compared]) -> None:
+        self.agreed = {(c.stage, c.field): c for c in compared if c.verdict == "agrees"}
+        self.differing = {(c.stage, c.field) for c in compared if c.verdict == "differs"}
+        self.faults: list[Fault] = []
+        self.explained: list[Suspect] = []
+        self._spoilt: dict[str, list[tuple[Keys, Fault]]] = {}
+        self._counts: Fault | None = None
+
+    def take(self, suspect: Suspect) -> None:
+        """Add one suspect: to a fault of its stage, to what a fault explains, or as a new fault."""
+        cause = self._cause(suspect)
+        if cause is not None:
+            cause.follow.append(suspect)
+            self.explained.append(suspect)
+            return
+        if self._cleared(suspect):
+            self.explained.append(suspect)
+            return
+        fault = next((f for f in self.faults if f.stage == suspect.stage), None)
+        if fault is None:
+            fault = Fault(suspect)
+            self.faults.append(fault)
+        else:
+            fault.others.append(suspect)
+        if suspect.code in COUNTS and suspect.field in ("", "rows", "batch_size"):
+            self._counts = self._counts or fault
+        # Prompts are not rows yet, and a setting holds for all of them.
+        whole = suspect.stage == "prompts" or suspect.code in SETTINGS
+        for name in _spoils(suspect):
+            self._spoilt.setdefault(name, []).append((None if whole else suspect.keys, fault))
+
+    def _cleared(self, suspect: Suspect) -> bool:
+        """True where the very cells that a check names agree with their recomputation."""
+        if suspect.code not in OF_LOG_PROBS:
+            return False
+        agreed = self.agreed.get((suspect.stage, suspect.field))
+        if agreed is None or agreed.looked is None or not agreed.model or not suspect.tokens:
+            return False
+        shape = agreed.looked.shape
+        return all(
+            row < shape[0]
+            and all(column < shape[1] and agreed.looked[row, column] for column in cs)
+            for row, cs in suspect.tokens.items()
+        )
+
+    def _cause(self, suspect: Suspect) -> Fault | None:
+        """The earlier fault that explains the suspect; None where it stands for itself."""
+        if suspect.check == "recomputed":
+            return None if suspect.tokens else self._counts
+        counts, said = self._counts, (suspect.code, suspect.field)
+        if counts is not None and counts.stage != suspect.stage and suspect.code in AFTER_COUNTS:
+            return counts
+        for fault in self.faults:  # said again of a field that is wrong already
+            if fault.stage != suspect.stage and said in {(o.code, o.field) for o in fault.all}:
+                return fault
+        if suspect.code in ACROSS:
+            return None
+        not_finite = "non_finite" in suspect.causes
+        if _stands_alone(suspect) and not not_finite:
+            return None
+        for name in _reads(suspect):
+            for keys, fault in self._spoilt.get(name, ()):
+                if fault.stage == suspect.stage or (
+                    name == suspect.field and (suspect.stage, name) in self.differing
+                ):
+                    continue
+                if keys is None or (suspect.keys is not None and suspect.keys <= keys):
+                    return fault
+        if not_finite:
+            return self._not_finite(suspect)
+        return None
+
+    def _not_finite(self, suspect: Suspect) -> Fault | None:
+        """NaN spreads: into metrics, losses, and every row of a group or a whitened batch."""
+        place = ORDER.get(suspect.stage, 0)
+        for fault in self.faults:
+            spread = any("non_finite" in one.causes for one in fault.all)
+            if spread and (fault.lead.boundary, ORDER.get(fault.stage, 0)) < (
+                suspect.boundary, place,
+            ):  # fmt: skip
+                return fault
+        return None
+
+
+def _stands_alone(suspect: Suspect) -> bool:
+    """True for checks that recompute an output from the inputs beside it, or read notes only."""
+    if suspect.code[:4] in ("DPA7",) or suspect.code.startswith("DPA60"):
+        return True
+    if suspect.code in BETWEEN_FIELDS:
+        return False
+    return suspect.code[:4] in ("DPA4", "DPA5")
+
+
+def _reads(suspect: Suspect) -> list[str]:
+    """Fields that the check's verdict depends on."""
+    probe = PROBES.get(suspect.check)
+    names = list(probe.fields) if probe else []
+    if suspect.field:
+        names.append(suspect.field)
+    if any(name in LOG_PROBS for name in names):
+        names += UNDER_LOG_PROBS
+    return list(dict.fromkeys(names))
+
+
+def _spoils(suspect: Suspect) -> list[str]:
+    """Fields that can no longer be trusted: of a setting, all that its stage writes with it."""
+    name = suspect.field.split(".")[-1]
+    declared = FIELDS.get(name)
+    if name and declared is not None and declared.kind != "meta":
+        return [name]
+    if suspect.code in SETTINGS and suspect.stage in STAGES:
+        stage = STAGES[suspect.stage]
+        return [name, *(n for n in (*stage.adds, *stage.may_add) if n in LOG_PROBS)]
+    return [name] if name else []
+
+
+def blamed(step: Replayed, compared: Sequence[Compared]) -> Blame:
+    """All suspects of a step, sorted into faults and what they explain."""
+    blame = Blame(compared)
+    for suspect in suspects(step, compared):
+        blame.take(suspect)
+    blame.faults.sort(key=lambda fault: min(one.place for one in fault.all))
+    return blame

@@ -1,0 +1,153 @@
+"""What workers noted about a batch, cut with it: rank notes, loss terms, the metrics of the update.
+
+Counts and sums keep their distance from what the batch itself says, loss terms their quotient, so
+that a wrong note stays wrong by as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dataproto_audit.probes import Settings
+from dataproto_audit.reference.losses import AGGREGATION_MODES, count_normaliser, policy_loss
+
+Index = NDArray[np.int64]
+TERMS = ("pg_loss", "kl_loss", "entropy_loss", "total")
+COUNTED = ("peak_token_sum", "token_limit")
+
+
+def cut_ranks(
+    notes: Sequence[Mapping[str, Any]], rows: Index, before: Index, after: Index
+) -> list[dict[str, Any]]:
+    """Rank notes of the rows that stay: positions ``rows`` of the batch before.
+
+    ``before`` and ``after`` are the attended tokens of each row of the batch before and after.
+    """
+    place = {row: at for at, row in enumerate(rows.tolist())}
+    out, start, begun = [], 0, 0
+    for note in notes:
+        held = int(note.get("rows", 0))
+        own = [row for row in range(start, start + held) if row in place]
+        begin = place[own[0]] if own else begun
+        made = dict(note)
+        made["rows"] = len(own)
+        if "tokens" in note:
+            own_before = int(before[start : start + held].sum())
+            made["tokens"] = int(note["tokens"]) - own_before + int(after[begin:][: len(own)].sum())
+        made |= _micro_batches(note, start, begin, place, before, after)
+        out.append(made)
+        start, begun = start + held, begin + len(own)
+    return out
+
+
+def _micro_batches(
+    note: Mapping[str, Any], start: int, begin: int, place: Mapping[int, int],
+    before: Index, after: Index,
+) -> dict[str, Any]:  # fmt: skip
+    lists = note.get("indices")
+    if not isinstance(lists, list):
+        return {}
+    sums = list(note.get("micro_batches") or [])
+    held: list[list[int]] = []
+    counted: list[int] = []
+    kept: dict[int, int] = {}
+    restarts: list[list[int]] = []
+    for number, micro in enumerate(lists):
+        inside = [at for at, i in enumerate(micro) if start + i in place or start + i < 0]
+        if not inside and micro:
+            continue
+        kept[number] = len(held)
+        restarts.append(inside)
+        held.append([place.get(start + micro[at], micro[at] + begin) - begin for at in inside])
+        old = sum(int(before[start + i]) for i in micro if 0 <= start + i < len(before))
+        new = sum(int(after[begin + i]) for i in held[-1] if 0 <= begin + i < len(after))
+        counted.append((int(sums[number]) if number < len(sums) else old) - old + new)
+    made: dict[str, Any] = {"indices": held, "micro_batches": counted}
+    if isinstance(note.get("mini_batches"), list):
+        made["mini_batches"] = [m for i, m in enumerate(note["mini_batches"]) if i in kept]
+    if sums and counted:
+        lower = max(sums) - max(counted)
+        for name in COUNTED:
+            if isinstance(note.get(name), int):
+                made[name] = max(1, note[name] - lower)
+    if isinstance(note.get("packed"), list):
+        made["packed"] = [
+            {**told, "micro_batch": kept[told["micro_batch"]],
+             "restarts": [told["restarts"][at] for at in restarts[kept[told["micro_batch"]]]
+                          if at < len(told["restarts"])]}
+            for told in note["packed"] if told.get("micro_batch") in kept
+        ]  # fmt: skip
+    return made
+
+
+def cut_losses(
+    losses: Sequence[Mapping[str, Any]],
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    settings: Settings,
+) -> list[dict[str, Any]]:
+    """Loss terms of each mini-batch for the rows that stay; ``before`` and ``after`` are fields."""
+    out = []
+    for number, told in enumerate(losses):
+        old, new = (_terms(fields, number, settings) for fields in (before, after))
+        made = dict(told)
+        for name in (*TERMS, "normaliser"):
+            if old and new and isinstance(told.get(name), (int, float)):
+                made[name] = _carried(float(told[name]), old[name], new[name])
+        out.append(made)
+    return out
+
+
+def _carried(told: float, old: float, new: float) -> float:
+    if abs(told - old) <= 1e-6 + 1e-5 * abs(old):
+        return new
+    return told * new / old if abs(old) > 1e-12 else told
+
+
+def _terms(fields: Mapping[str, Any], number: int, s: Settings) -> dict[str, float]:
+    """The loss of a mini-batch from its fields; {} where it cannot be computed."""
+    mode = s.loss_agg_mode or "token-mean"
+    needs = ("mini_batch", "update_log_probs", "old_log_probs", "advantages", "response_mask")
+    if mode not in AGGREGATION_MODES or not all(name in fields for name in needs):
+        return {}
+    rows = torch.nonzero(fields["mini_batch"] == number).reshape(-1)
+    if not len(rows):
+        return {}
+
+    def part(name: str, used: Any = True) -> Any:
+        return fields[name][rows].float() if used and name in fields else None
+
+    try:
+        mask = fields["response_mask"][rows]
+        whole = float(count_normaliser(mask, mode))
+        terms = policy_loss(
+            part("update_log_probs"), part("old_log_probs"), part("advantages"), mask,
+            ref_log_prob=part("ref_log_prob", s.use_kl_loss),
+            entropy=part("update_entropys", s.entropy_coeff),
+            rollout_is_weights=part("rollout_is_weights"),
+            clip_ratio_low=s.clip_ratio_low, clip_ratio_high=s.clip_ratio_high,
+            clip_ratio_c=s.clip_ratio_c, loss_agg_mode=mode, kl_loss_coef=s.kl_loss_coef or 0.0,
+            kl_loss_type=s.kl_loss_type or "low_var_kl", entropy_coeff=s.entropy_coeff or 0.0,
+        )  # fmt: skip
+    except Exception:  # noqa: BLE001 - a broken field: its loss stays as it was told
+        return {}
+    return {**{name: float(terms[name]) for name in TERMS}, "normaliser": whole}  # type: ignore[literal-required]  # the names are LossTerms' keys
+
+
+def cut_metrics(
+    metrics: Mapping[str, Any], before: Sequence[Mapping[str, Any]],
+    after: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:  # fmt: skip
+    """Metrics of an update with ``actor/kl_loss`` as far from the mini-batches' mean as it was."""
+    out = dict(metrics)
+    told = metrics.get("actor/kl_loss")
+    old, new = ([loss["kl_loss"] for loss in losses if "kl_loss" in loss]
+                for losses in (before, after))  # fmt: skip
+    if isinstance(told, float) and old and new:
+        out["actor/kl_loss"] = _carried(told, float(np.mean(old)), float(np.mean(new)))
+    return out

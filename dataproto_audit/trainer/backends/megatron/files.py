@@ -1,0 +1,64 @@
+"""Weights of a model folder one at a time, so that no rank holds the whole model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dataproto_audit.codes import UsageError
+
+
+class Weights(Protocol):
+    """Whole tensors by their Hugging Face names."""
+
+    def __call__(self, name: str) -> Tensor:
+        """The tensor called ``name``; raises DPA852 if there is none."""
+        ...
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The parsed ``config.json``; raises DPA852."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _lacks(folder, f"config.json cannot be read ({error})") from error
+    assert isinstance(config, dict)
+    return config
+
+
+@contextmanager
+def open_weights(folder: Path) -> Iterator[Weights]:
+    """A reader of safetensors, or of ``pytorch_model*.bin`` (read whole, without running code)."""
+    with ExitStack() as stack:
+        readers: dict[str, Any] = {}
+        try:
+            for file in sorted(folder.glob("*.safetensors")):
+                reader = stack.enter_context(safe_open(str(file), framework="pt"))
+                readers |= dict.fromkeys(reader.keys(), reader)
+        except (OSError, SafetensorError) as error:
+            raise _lacks(folder, str(error)) from error
+        tensors: dict[str, Tensor] = {}
+        if not readers:
+            for file in sorted(folder.glob("pytorch_model*.bin")):
+                tensors |= torch.load(file, map_location="cpu", weights_only=True)
+
+        def read(name: str) -> Tensor:
+            if name in tensors:
+                return tensors[name]
+            if name not in readers:
+                raise _lacks(folder, f"there is no weight {name}")
+            tensor: Tensor = readers[name].get_tensor(name)
+            return tensor
+
+        yield read
+
+
+def _lacks(folder: Path, why: str) -> UsageError:
+    return UsageError("DPA852", f"{folder}: {why}.", "Save the model there with save_pretrained.")

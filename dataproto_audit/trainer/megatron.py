@@ -1,0 +1,111 @@
+"""What Megatron-core cannot do of what a configuration asks for, said before any process starts.
+
+Sizes of one layout are checked in :mod:`.backends.megatron.layout`; here is what holds between
+roles, batches and switches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from omegaconf import DictConfig
+
+from dataproto_audit.codes import UsageError
+from dataproto_audit.trainer.backends.megatron import layout
+from dataproto_audit.trainer.backends.megatron.options import MegatronOptions
+from dataproto_audit.trainer.validate import data_parallel_size, world_size
+from dataproto_audit.trainer.workers.spec import (
+    WorkerSpec,
+    megatron_of,
+    roles_of,
+    strategy_of,
+)
+
+ROLES = "actor_rollout_ref"
+
+
+def check_megatron(config: DictConfig, spec: WorkerSpec, model: Mapping[str, Any]) -> None:
+    """Raise UsageError for what keeps the Megatron roles of ``spec`` from working.
+
+    ``model`` is the parsed ``config.json``. Does nothing where no role runs on Megatron.
+    """
+    roles = [role for role in roles_of(spec) if strategy_of(spec, role) == "megatron"]
+    for role in roles:
+        layout.check_layout(
+            megatron_of(spec, role),
+            model,
+            world_size=world_size(config),
+            dtype=spec.model.dtype,
+            key=f"{ROLES}.{role}.megatron",
+        )
+        _switches(spec, megatron_of(spec, role), role)
+    if len(roles) == 2:
+        _one_layout(spec)
+    if "ref" in roles:
+        _reference_rows(config, spec)
+    if "actor" in roles:
+        _actor(config, spec)
+
+
+def _switches(spec: WorkerSpec, options: MegatronOptions, role: str) -> None:
+    switch = f"{ROLES}.model.use_remove_padding"
+    if spec.model.remove_padding and options.cp > 1:
+        raise UsageError(
+            "DPA851",
+            f"{switch} packs rows, and {ROLES}.{role}.megatron.{layout.CP}={options.cp} cuts each "
+            "row over ranks: the two are not built together.",
+            f"Set {switch}=false, or {layout.CP} to 1.",
+        )
+
+
+def _one_layout(spec: WorkerSpec) -> None:
+    """megatron's groups are global to a process, and both roles live in it."""
+    actor, ref = megatron_of(spec, "actor"), megatron_of(spec, "ref")
+    if _sizes(actor) != _sizes(ref):
+        raise UsageError(
+            "DPA851",
+            f"{ROLES}.ref.megatron differs from {ROLES}.actor.megatron: {ref} and {actor}. Both "
+            "roles live in one process, whose Megatron groups they share.",
+            f"Leave {ROLES}.ref.megatron empty, or set {ROLES}.ref.strategy=fsdp2.",
+        )
+
+
+def _sizes(options: MegatronOptions) -> MegatronOptions:
+    return replace(options, recompute=None, distributed_optimizer=True)
+
+
+def _reference_rows(config: DictConfig, spec: WorkerSpec) -> None:
+    rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+    ranks = world_size(config) // megatron_of(spec, "ref").model_ranks
+    if rows % ranks:
+        raise UsageError(
+            "DPA854",
+            f"{rows} rows of a step do not divide over the reference's {ranks} data-parallel "
+            "ranks.",
+            f"Change data.train_batch_size, rollout.n or {ROLES}.ref.megatron.",
+        )
+
+
+def _actor(config: DictConfig, spec: WorkerSpec) -> None:
+    actor, ranks = config.actor_rollout_ref.actor, data_parallel_size(config)
+    if spec.optim.name == "sgd" and spec.megatron.distributed_optimizer:
+        raise UsageError(
+            "DPA851",
+            f"{ROLES}.actor.optim.name is sgd; Megatron's distributed optimizer is Adam's.",
+            f"Set {layout.KEY}.use_distributed_optimizer=false, or the optimizer to adamw.",
+        )
+    layout.check_micro_batches(
+        spec.megatron,
+        rows=spec.update.mini_batch_size // ranks,
+        size=None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu,
+    )
+    warmup, stages = config.warmup, spec.megatron.pp
+    if warmup.steps and warmup.batch_size // ranks < stages:
+        raise UsageError(
+            "DPA854",
+            f"warmup.batch_size={warmup.batch_size} gives each of {ranks} data-parallel ranks too "
+            f"few rows for {stages} pipeline stages.",
+            f"Set it to {ranks * stages} or more.",
+        )

@@ -1,0 +1,103 @@
+"""``compare-backends``: what it refuses, what it answers, and its exit codes."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dataproto_audit import cli
+from dataproto_audit.commands import compare_backends as command
+from dataproto_audit.trainer.compare.batches import demo_batch
+from dataproto_audit.trainer.models import TinyModel, write_tiny_model
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """``call(*args, check=CODE)`` runs the command in this process."""
+
+    def run(*args, check):
+        monkeypatch.setattr(sys, "argv", ["dataproto-audit", "compare-backends", *args])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as stopped:
+            code = stopped.code or 0
+        out, err = capsys.readouterr()
+        assert code == check, err
+        return SimpleNamespace(stdout=out, stderr=err)
+
+    return run
+
+
+@pytest.fixture
+def model(tmp_path):
+    return write_tiny_model(
+        tmp_path / "model", TinyModel(charset="arithmetic", initializer_range=0.2)
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "fragment"),
+    [
+        ((), "name a batch, or use --demo"),
+        (("batch.pt", "--demo"), "One of the two"),
+        (("batch.pt",), "Add --model FOLDER"),
+        (("--demo", "--temperature", "0"), "must be positive"),
+        (("--demo", "--layouts", "ddp:2"), "unknown layout 'ddp:2'"),
+        (("--demo", "--layouts", ","), "names none"),
+        (("--demo", "--layouts", "fsdp:2+ulysses=2"), "use_remove_padding"),
+        (("--demo", "--layouts", "megatron:tp=3"), "heads"),
+        (("--demo", "--layouts", "fsdp:3", "--rows", "2"), "cuts them into 3 parts"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_starts(call, monkeypatch, args, fragment):
+    monkeypatch.setattr("dataproto_audit.trainer.compare.pool.Pool.start", None)
+    assert fragment in call(*args, check=2).stderr
+
+
+def test_a_file_without_a_batch_to_score_is_refused(call, tmp_path, model):
+    torch.save({"rewards": torch.zeros(2, 3)}, tmp_path / "batch.pt")
+    said = call(str(tmp_path / "batch.pt"), "--model", str(model), check=2).stderr
+    assert "no batch with responses" in said
+
+
+def test_a_layout_that_differs_sets_the_exit_code(call, monkeypatch):
+    entry = {
+        "name": "fsdp:2", "agree": False, "wrong": ["max_abs_grad_diff"], "worst_term": "total",
+        "max_abs_logprob_diff": 1e-7, "worst_logprob": [3, 1], "max_abs_entropy_diff": 1e-7,
+        "rel_loss_diff": 1e-7, "max_abs_grad_diff": 0.5, "worst_gradient": "model.norm.weight",
+        "rel_update_diff": 0.1, "peak_bytes": 2**20, "comm_bytes": 2**21, "startup_s": 1.0,
+        "step_cpu_s": 0.5,
+    }  # fmt: skip
+    answer = {"rows": 4, "tokens": 40, "model": "tiny", "layouts": [entry]}
+    monkeypatch.setattr(command, "_answer", lambda *_: answer)
+    said = call("--demo", check=1).stdout
+    assert "fsdp:2: DIFFERS: max_abs_grad_diff" in said
+    assert "row 3, column 1" in said
+    assert "model.norm.weight" in said
+    assert json.loads(call("--demo", "--json", check=1).stdout) == answer
+    entry["agree"] = True
+    assert "fsdp:2: agrees" in call("--demo", check=0).stdout
+
+
+@pytest.mark.engine
+def test_a_saved_batch_is_compared_and_answered_in_json(call, tmp_path, model):
+    tensors = dict(demo_batch(vocab_size=42, rows=5).batch.items())
+    torch.save(tensors, tmp_path / "batch.pt")
+    said = call(
+        str(tmp_path / "batch.pt"), "--model", str(model), "--layouts", "fsdp:1+packed+fused",
+        "--rows", "4", "--json", check=0,
+    )  # fmt: skip
+    answer = json.loads(said.stdout)
+    assert (answer["rows"], answer["made_fields"]) == (
+        4, ["old_log_probs", "ref_log_prob", "advantages"],
+    )  # fmt: skip
+    (layout,) = answer["layouts"]
+    assert set(layout) >= {
+        "name", "max_abs_logprob_diff", "max_abs_entropy_diff", "rel_loss_diff",
+        "max_abs_grad_diff", "peak_bytes", "comm_bytes", "startup_s", "step_cpu_s", "agree",
+    }  # fmt: skip
+    assert layout["agree"] is True
+    assert layout["ranks"][0]["held_bytes"]["parameters"] > 0

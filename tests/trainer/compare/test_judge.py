@@ -1,0 +1,53 @@
+import pytest
+import torch
+
+from dataproto_audit.trainer.compare.judge import Values, differences, tolerances, wrong_values
+
+
+def values(**changes):
+    found = {
+        "log_probs": torch.zeros(2, 3, dtype=torch.float64),
+        "entropy": torch.ones(2, 3),
+        "terms": {"pg_loss": 2.0, "total": 1.0},
+        "gradients": {"a": torch.ones(2, 2), "b": torch.zeros(3)},
+        "moved": {"a": torch.ones(2, 2), "b": torch.zeros(3)},
+    }
+    return Values(**(found | changes))
+
+
+def test_the_worst_cell_and_the_worst_parameter_are_named():
+    log_probs = torch.zeros(2, 3)
+    log_probs[1, 2] = -0.5
+    gradients = {"a": torch.ones(2, 2), "b": torch.tensor([0.0, 0.3, 0.0])}
+    found = differences(
+        values(log_probs=log_probs, gradients=gradients, terms={"pg_loss": 2.0, "total": 1.2}),
+        values(),
+    )
+    assert found["max_abs_logprob_diff"] == pytest.approx(0.5)
+    assert found["worst_logprob"] == [1, 2]
+    assert (found["worst_gradient"], found["worst_term"]) == ("b", "total")
+    assert found["max_abs_grad_diff"] == pytest.approx(0.3)
+    assert found["rel_loss_diff"] == pytest.approx(0.1), "a share of the largest term"
+
+
+def test_an_update_is_compared_by_its_length():
+    moved = {"a": torch.ones(2, 2) * 1.5, "b": torch.zeros(3)}
+    assert differences(values(moved=moved), values())["rel_update_diff"] == pytest.approx(0.5)
+
+
+def test_nan_and_a_missing_parameter_are_no_agreement():
+    log_probs = torch.zeros(2, 3)
+    log_probs[0, 1] = torch.nan
+    found = differences(values(log_probs=log_probs, gradients={"a": torch.ones(2, 2)}), values())
+    assert found["worst_logprob"] == [0, 1]
+    assert found["worst_gradient"] == "b"
+    bounds = tolerances(differences(values(), values()), largest_gradient=1.0)
+    assert wrong_values(found, bounds) == ["max_abs_logprob_diff", "max_abs_grad_diff"]
+    assert wrong_values({**found, "rel_loss_diff": float("nan")}, {"rel_loss_diff": 1.0})
+
+
+def test_tolerances_follow_the_noise_and_have_a_floor():
+    quiet = differences(values(), values())
+    assert tolerances(quiet, largest_gradient=0.5)["max_abs_grad_diff"] == 0.5e-5
+    loud = quiet | {"max_abs_logprob_diff": 0.1}
+    assert tolerances(loud, largest_gradient=1.0)["max_abs_logprob_diff"] == pytest.approx(0.4)

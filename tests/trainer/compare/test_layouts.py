@@ -1,0 +1,62 @@
+import pytest
+
+from dataproto_audit.codes import UsageError
+from dataproto_audit.trainer.compare.layouts import parse_layouts
+
+
+def parse(text):
+    return parse_layouts(text, model="m")
+
+
+def test_commas_separate_layouts_and_the_words_of_one():
+    layouts = parse("fsdp:2,megatron:tp=2,pp=2,sp, fsdp:4+size=2,packed,")
+    assert [layout.name for layout in layouts] == [
+        "fsdp:2", "megatron:tp=2,pp=2,sp", "fsdp:4+size=2,packed",
+    ]  # fmt: skip
+    assert [layout.world for layout in layouts] == [2, 4, 4]
+    assert [layout.data_parallel for layout in layouts] == [2, 1, 4]
+
+
+def test_every_word_sets_what_it_names():
+    (fsdp,) = parse("fsdp:4+ulysses=2+size=2+wrap=layer+reshard=0+packed+fused+tokens=64+bf16")
+    assert (fsdp.strategy, fsdp.data_parallel, fsdp.dtype) == ("fsdp2", 2, "bfloat16")
+    assert (fsdp.fsdp.sequence_parallel, fsdp.fsdp.fsdp_size, fsdp.fsdp.wrap) == (2, 2, "layer")
+    assert fsdp.fsdp.reshard_after_forward is False
+    assert (fsdp.fsdp.param_dtype, fsdp.model.dtype) == ("bfloat16", "float32")
+    assert fsdp.model.remove_padding
+    assert fsdp.model.fused_kernels
+    assert (fsdp.micro.rows, fsdp.micro.max_tokens) == (0, 64)
+    assert parse("fsdp:4+reshard=1")[0].fsdp.reshard_after_forward is True
+    assert parse("fsdp:4+reshard=2")[0].fsdp.reshard_after_forward == 2
+    text = "megatron:tp=2,pp=2,vpp=2,cp=2,dp=3,distopt=0,recompute=full,bf16"
+    (megatron,) = parse(text)
+    options = megatron.megatron
+    assert (options.tp, options.pp, options.vpp, options.cp) == (2, 2, 2, 2)
+    assert (options.distributed_optimizer, options.recompute) == (False, "full")
+    assert (megatron.world, megatron.data_parallel) == (24, 3)
+    assert megatron.model.dtype == "bfloat16"
+
+
+def test_a_pipeline_gets_a_number_of_micro_batches_that_it_takes():
+    assert parse("megatron:tp=2")[0].micro.divisible_by == 1
+    open_size, given = parse("megatron:pp=2")[0].micro, parse("megatron:pp=2,rows=3")[0].micro
+    assert (open_size.rows, open_size.divisible_by) == (0, 2)
+    assert (given.rows, given.divisible_by) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "fragment"),
+    [
+        ("ddp:2", "unknown layout 'ddp:2'.*fsdp: or megatron:"),
+        ("2", "unknown layout '2'"),
+        ("fsdp:2+tp=2", "unknown 'tp=2'.*ulysses"),
+        ("fsdp:2+ulysses=x", "'ulysses=x' is no count"),
+        ("fsdp:0", "no rank"),
+        ("megatron:tp=0", "'tp=0' is no count"),
+        ("megatron:distopt=2", "Choose 0, 1"),
+        ("fsdp:2+wrap=all", "Choose root, layer"),
+    ],
+)
+def test_what_is_no_layout_is_refused(text, fragment):
+    with pytest.raises(UsageError, match=rf"DPA851 .*{fragment}"):
+        parse(text)

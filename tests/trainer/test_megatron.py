@@ -1,0 +1,126 @@
+"""What a configuration asks of Megatron-core and cannot have, by key, before anything starts."""
+
+import pytest
+
+from dataproto_audit.codes import UsageError
+from dataproto_audit.trainer.config import load_config
+from dataproto_audit.trainer.models import TinyModel, write_tiny_model
+from dataproto_audit.trainer.preflight import prepare
+from dataproto_audit.trainer.validate import data_parallel_size
+from dataproto_audit.trainer.workers.spec import checkpoint_layout, worker_spec
+
+ACTOR = "actor_rollout_ref.actor"
+REF = "actor_rollout_ref.ref"
+
+
+def prepared(tmp_path, *overrides, name="megatron_quickstart"):
+    where = f"trainer.run_dir={tmp_path / 'run'}"
+    return prepare(load_config(name, [where, *overrides]), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "chunks"),
+    [
+        ("megatron_quickstart", (), 1),
+        ("megatron_pp", (), 1),
+        ("megatron_tp2pp2", (), 1),
+        ("megatron_quickstart", ("trainer.n_gpus_per_node=4",), 2),
+        ("megatron_quickstart", (f"{REF}.strategy=fsdp2",), 1),
+        ("quickstart", (f"{REF}.strategy=megatron",), 2),
+        (
+            "quickstart",
+            (f"{REF}.strategy=megatron", f"{REF}.megatron.tensor_model_parallel_size=2"),
+            2,
+        ),
+    ],
+)
+def test_ready_configurations_and_mixed_roles_pass(tmp_path, name, overrides, chunks):
+    prepared(tmp_path, *overrides, name=name)
+    assert data_parallel_size(load_config(name, overrides)) == chunks
+    assert not (tmp_path / "run").exists()
+
+
+TP, PP = f"{ACTOR}.megatron.tensor_model_parallel_size", f"{ACTOR}.megatron.pipeline_model"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "message"),
+    [
+        ((f"{TP}=3", "trainer.n_gpus_per_node=3"), "DPA854", f"{TP}: 4 attention heads"),
+        (("trainer.n_gpus_per_node=1",), "DPA854", f"{TP}: 2 x 1 x 1 ranks .* 1 ranks"),
+        ((f"{PP}_parallel_size=4", "trainer.n_gpus_per_node=8"), "DPA854", "2 layers of the mod"),
+        (
+            (f"{PP}_parallel_size=2", f"{TP}=1", f"{ACTOR}.ppo_micro_batch_size_per_gpu=256"),
+            "DPA854",
+            "1 micro-batches .*ppo_micro_batch_size_per_gpu to 128 or less",
+        ),
+        (
+            (f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size=2",),
+            "DPA851",
+            "virtual_pipeline_model_parallel_size: .*there is one",
+        ),
+        (
+            (f"{ACTOR}.optim.name=sgd",),
+            "DPA851",
+            r"optim.name is sgd; .*use_distributed_optimizer=false",
+        ),
+        (
+            (
+                f"{TP}=1",
+                f"{ACTOR}.megatron.context_parallel_size=2",
+                "actor_rollout_ref.model.use_remove_padding=true",
+            ),
+            "DPA851",
+            r"use_remove_padding packs rows, .*context_parallel_size=2",
+        ),
+        ((f"{REF}.megatron.tensor_model_parallel_size=1",), "DPA851", r"ref.megatron differs"),
+        ((f"{ACTOR}.megatron.recompute_granularity=some",), "DPA851", r"recompute_granularity"),
+        ((f"{TP}=0",), "DPA851", r"tensor_model_parallel_size is 0"),
+        (("actor_rollout_ref.model.dtype=float16",), "DPA851", r"float16"),
+        (
+            (
+                f"{TP}=1",
+                f"{PP}_parallel_size=2",
+                "trainer.n_gpus_per_node=64",
+                "warmup.batch_size=32",
+            ),
+            "DPA854",
+            r"warmup.batch_size=32 gives each of 32 .* 64 or more",
+        ),
+    ],
+)
+def test_what_cannot_work_names_its_key(tmp_path, overrides, code, message):
+    with pytest.raises(UsageError, match=f"{code} .*{message}"):
+        prepared(tmp_path, *overrides)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_reference_of_other_data_parallel_ranks_must_divide_the_rows(tmp_path):
+    overrides = (
+        f"{REF}.strategy=megatron",
+        "trainer.n_gpus_per_node=6",
+        f"{ACTOR}.ulysses_sequence_parallel_size=6",
+        "actor_rollout_ref.model.use_remove_padding=true",
+        "warmup.steps=0",
+        "actor_rollout_ref.model.tiny.num_attention_heads=6",
+        "actor_rollout_ref.model.tiny.num_key_value_heads=6",
+    )
+    with pytest.raises(UsageError, match=r"DPA854 512 rows .*reference's 6 data-parallel ranks"):
+        prepared(tmp_path, *overrides, name="quickstart")
+
+
+def test_an_unknown_architecture_is_refused(tmp_path):
+    folder = write_tiny_model(tmp_path / "model", TinyModel(charset="digits"))
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"qwen3"', '"gemma3"'))
+    with pytest.raises(UsageError, match=r"DPA851 Megatron: model_type: 'gemma3'"):
+        prepared(tmp_path, f"actor_rollout_ref.model.path={folder}")
+
+
+def test_sizes_of_the_layout_are_part_of_a_checkpoint():
+    two = checkpoint_layout(worker_spec(load_config("megatron_quickstart"), model_path=""))
+    assert (two["strategy"], two["tp"], two["pp"]) == ("megatron", 2, 1)
+    piped = checkpoint_layout(worker_spec(load_config("megatron_pp"), model_path=""))
+    assert two != piped
+    mixed = load_config("megatron_quickstart", [f"{REF}.strategy=fsdp2"])
+    assert checkpoint_layout(worker_spec(mixed, model_path=""))["ref_strategy"] == "fsdp2"
