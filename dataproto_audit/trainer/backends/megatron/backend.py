@@ -134,6 +134,10 @@ class MegatronBackend(Backend):
         notes, self._schedule.notes = self._schedule.notes, []
         return notes
 
+    def bubble(self) -> float | None:
+        """See :meth:`Backend.bubble`."""
+        return self._schedule.bubble(groups.get_pipeline_model_parallel_rank())
+
     def optimizer_step(self) -> float:
         """See :meth:`Backend.optimizer_step`. Collective."""
         assert self._optimizer is not None, "a frozen model has no optimizer"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,31 @@ from dataproto_audit.trainer.backends.megatron.modules import positions
 from dataproto_audit.trainer.backends.megatron.options import MegatronOptions
 from dataproto_audit.trainer.backends.megatron.outputs import scores
 from dataproto_audit.trainer.backends.megatron.rows import Aligned, align, line_up
+from dataproto_audit.trainer.schedules import (
+    Op,
+    interleaved,
+    one_forward_one_backward,
+    pipeline_bubble,
+)
 
 Before = Callable[[int], None]
+
+
+class Ran(NamedTuple):
+    """One list of micro-batches: (micro-batch, chunk) of this rank's forwards in their order."""
+
+    order: list[tuple[int, int]]
+    micros: int
+    trains: bool
+
+
+def schedule_of(stages: int, chunks: int, micros: int, *, trains: bool) -> list[list[Op]]:
+    """The order that megatron-core's schedules run in, forwards alone where nothing is trained."""
+    if chunks > 1:
+        made = interleaved(stages, micros, chunks=chunks)
+    else:
+        made = one_forward_one_backward(stages, micros)
+    return [[op for op in ops if trains or not op.backward] for ops in made]
 
 
 class Schedule:
@@ -50,6 +73,21 @@ class Schedule:
         self._multiple = 2 * options.cp if options.cp > 1 else 1
         self._multiple *= options.tp if options.sp else 1
         self.notes: list[dict[str, Any]] = []
+        self._ran: list[Ran] = []
+
+    def bubble(self, stage: int) -> float | None:
+        """See :meth:`Backend.bubble`: idle share of ``stage`` over the runs since the last call;
+        None without a pipeline, or if forwards came in an order that the schedule does not have."""
+        ran, self._ran = self._ran, []
+        stages, chunks = self._options.pp, self._options.vpp or 1
+        idle = units = 0.0
+        for order, micros, trains in ran:
+            made = schedule_of(stages, chunks, micros, trains=trains)
+            if order != [(op.micro, op.chunk) for op in made[stage] if not op.backward]:
+                return None
+            share, work = pipeline_bubble(made)[stage], len(made[stage])
+            idle, units = idle + work * share / (1 - share), units + work / (1 - share)
+        return idle / units if units and stages > 1 else None
 
     def run(
         self,
@@ -72,6 +110,8 @@ class Schedule:
         if loss is None and self._options.vpp:
             rows += [rows[-1]] * (-len(rows) % stages)
         seen: dict[int, TokenOutputs] = {}
+        order: list[tuple[int, int]] = []
+        self._ran.append(Ran(order, len(rows), loss is not None))
 
         def score(position: int, head: Any, hidden: Tensor) -> tuple[Tensor, dict[str, Any]]:
             outputs = self._outputs(
@@ -86,6 +126,7 @@ class Schedule:
 
         def forward(todo: Iterator[int], module: Any) -> tuple[Tensor, Any]:
             position = next(todo)
+            order.append((position, self._modules.index(module)))
             if module is self._modules[0] and position < count:
                 before(position)
             aligned = rows[position]
