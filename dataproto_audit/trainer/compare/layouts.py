@@ -74,7 +74,9 @@ def _layout(name: str, model: str) -> Layout:
             "DPA851", f"unknown layout {name!r}.", "Begin with fsdp: or megatron:, as in fsdp:2."
         )
     words = [word for word in rest.replace(",", "+").split("+") if word]
-    layout = Layout(name, "fsdp2" if engine == "fsdp" else engine, 1, ModelSpec(model))
+    layout = Layout(
+        name, "fsdp2" if engine == "fsdp" else engine, 1, ModelSpec(model), micro=MicroBatching()
+    )
     sizes: dict[str, int] = {}
     for word in words:
         key, _, value = word.partition("=")
@@ -95,16 +97,16 @@ def _layout(name: str, model: str) -> Layout:
         layout = _with_megatron(layout, sizes.get("dp", 1))
     else:
         layout = replace(layout, world=sizes.get("dp", 1))
+    if not layout.micro.rows and not layout.micro.max_tokens and layout.megatron.pp == 1:
+        layout = replace(layout, micro=replace(layout.micro, rows=DEFAULT_ROWS))
     if layout.world < 1:
         raise UsageError("DPA851", f"layout {name!r}: no rank.", "Give one rank or more.")
     return layout
 
 
 def _with_megatron(layout: Layout, dp: int) -> Layout:
-    options, micro = layout.megatron, layout.micro
-    if options.pp > 1:
-        rows = 0 if micro.rows == DEFAULT_ROWS else micro.rows
-        micro = replace(micro, rows=rows, divisible_by=options.pp)
+    options = layout.megatron
+    micro = replace(layout.micro, divisible_by=options.pp)  # without a size: pp parts
     return replace(layout, world=dp * options.model_ranks, micro=micro)
 
 

@@ -60,3 +60,9 @@ def test_a_pipeline_gets_a_number_of_micro_batches_that_it_takes():
 def test_what_is_no_layout_is_refused(text, fragment):
     with pytest.raises(UsageError, match=rf"DPA851 .*{fragment}"):
         parse(text)
+
+
+def test_the_size_of_micro_batches_that_is_asked_for_counts_on_a_pipeline_too():
+    asked, left = parse_layouts("megatron:pp=2+rows=2,megatron:pp=2", model="m")
+    assert (asked.micro.rows, asked.micro.divisible_by) == (2, 2)
+    assert (left.micro.rows, left.micro.divisible_by) == (0, 2)
