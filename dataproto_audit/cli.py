@@ -303,7 +303,7 @@ def explain(
 
 @app.command()
 def report(
-    run_dir: Annotated[Path, typer.Argument(help="A run folder, or the newest in reports/.")],
+    run_dir: Annotated[Path, typer.Argument(help="A run folder.")],
     as_json: AsJson = False,
 ) -> None:
     """Sum up a run folder; tables that a killed run left are compacted first."""

@@ -213,6 +213,9 @@ def _read(path: Path) -> dict[str, Any]:
 def _text(answer: dict[str, Any]) -> str:
     lines = [f"{answer['rows']} rows, {answer['tokens']} tokens, model {answer['model']}"]
     for entry in answer["layouts"]:
+        if not entry["ranks"]:
+            lines.append(f"{entry['name']}: COULD NOT RUN: {' '.join(entry['wrong'])}")
+            continue
         verdict = "agrees" if entry["agree"] else "DIFFERS: " + ", ".join(entry["wrong"])
         row, column = entry["worst_logprob"]
         lines += [

@@ -48,15 +48,21 @@ def shrink(
     """Reduce a failing batch to a minimal one that still fails in the same way."""
     from dataproto_audit.replay import loading
     from dataproto_audit.replay.shrink import shrink as reduced
-    from dataproto_audit.replay.written import make_folder, write_shrunk
+    from dataproto_audit.replay.written import refuse_taken, write_shrunk
 
     if predicate is not None and code is not None:
         raise UsageError("DPA851", "both --code and --predicate are given.", "Name one of them.")
-    make_folder(out)
-    healthy = next(loading.recordings(good, config=config), None) if good else None
+    for option, given in (("--stage", stage), ("--before", before)):
+        if predicate is not None and given is not None:
+            raise UsageError(
+                "DPA851", f"both --predicate and {option} are given.",
+                f"Leave {option} out: a predicate is asked about the first batch, and it alone.",
+            )  # fmt: skip
+    refuse_taken(out)
+    healthy = loading.first_of(good, config=config) if good else None
     if predicate is not None:
         function = named_function(predicate)
-        recording = next(loading.recordings(path, config=config))
+        recording = loading.first_of(path, config=config)
         shrunk = reduced(recording, good=healthy, predicate=loading.predicate_of(function))
     else:
         recording = loading.recording_with(
@@ -141,5 +147,7 @@ def decoder(folder: Path) -> Callable[[int], str]:
     """Text of a token id by the tokenizer in ``folder``. Raises :class:`UsageError`."""
     from dataproto_audit.trainer.tokenizer import load_tokenizer
 
+    if not folder.is_dir():
+        raise UsageError("DPA852", f"there is no folder {folder}.", "Check the path.")
     found = load_tokenizer(folder)
     return lambda token: str(found.decode([token]))

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dataproto_audit.codes import UsageError
+from dataproto_audit.codes import CodedError, UsageError
 from dataproto_audit.commands.reduce import named_function
+
+if TYPE_CHECKING:
+    from dataproto_audit.replay.answers import Work
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 Model = Annotated[str | None, typer.Option("--model", help="Policy of the step, a model folder.")]
@@ -43,10 +48,13 @@ def replay(
     fail_on: Annotated[str, typer.Option(help="Severity that sets exit code 1.")] = "fail",
     as_json: AsJson = False,
 ) -> None:
-    """Check recorded boundaries again; of several paths, --json prints one line each."""
+    """Check recorded boundaries again; of several paths, --json prints one line each.
+
+    What cannot be read is told on stderr and sets exit code 2, after all the rest was checked.
+    """
     from dataproto_audit.policy import load_policy
-    from dataproto_audit.replay.answers import Wanted, summed, work_of
-    from dataproto_audit.replay.jobs import replayed
+    from dataproto_audit.replay.answers import Wanted, summed
+    from dataproto_audit.replay.jobs import attempted
 
     if fail_on not in ("fail", "warn"):
         raise UsageError("DPA851", f"--fail-on {fail_on}.", "Choose fail or warn.")
@@ -54,21 +62,42 @@ def replay(
         recompute or bool(model or ref_model), model, ref_model, sample, config,
         load_policy(policy),
     )  # fmt: skip
-    work = [piece for path in paths for piece in work_of(path, step, parts=4 * jobs)]
-    told: dict[str, list[dict[str, Any]]] = {}
+    owned = [(str(path), piece) for path in paths for piece in _work(path, step, 4 * jobs)]
+    left = Counter(path for path, _ in owned)
+    told: dict[str, list[dict[str, Any]]] = {path: [] for path in left}
+    lost: dict[str, list[CodedError]] = {path: [] for path in left}
     wrong = False
-    with _processes(jobs, len(work)):
-        for piece, answer in replayed(work, wanted, jobs=jobs):
-            loud = {finding["severity"] for finding in answer["findings"]}
-            wrong |= not answer["ok"] or (fail_on == "warn" and "warn" in loud)
-            if as_json:
-                told.setdefault(_path_of(piece.path, paths), []).append(answer)
-            else:
-                print(_printable(_text(answer)))
-    for path, parts in told.items():
-        print(json.dumps(summed(path, parts)), flush=True)
-    if wrong:
-        raise typer.Exit(1)
+    with _processes(jobs, len(owned)):
+        made = attempted([piece for _, piece in owned], wanted, jobs=jobs)
+        for (path, _), (_, found) in zip(owned, made, strict=True):
+            for answer in found:
+                if isinstance(answer, CodedError):
+                    lost[path].append(answer)
+                    print(_printable(str(answer)), file=sys.stderr, flush=True)
+                    continue
+                loud = {finding["severity"] for finding in answer["findings"]}
+                wrong |= not answer["ok"] or (fail_on == "warn" and "warn" in loud)
+                if as_json:
+                    told[path].append(answer)
+                else:
+                    print(_printable(_text(answer)), flush=True)
+            left[path] -= 1
+            if as_json and not left[path] and told[path]:
+                said = summed(path, told.pop(path), unreadable=[str(e) for e in lost[path]])
+                print(json.dumps(said), flush=True)
+    errors = [error.exit_code for of_path in lost.values() for error in of_path]
+    if errors or wrong:
+        raise typer.Exit(max(errors, default=1))
+
+
+def _work(path: Path, step: list[int] | None, parts: int) -> list[Work]:
+    """The pieces of a path; one that cannot be opened does not keep the others from it."""
+    from dataproto_audit.replay.answers import Work, work_of
+
+    try:
+        return work_of(path, step, parts=parts)
+    except UsageError as error:
+        return [Work(str(path), errors=(error,))]
 
 
 def bisect(
@@ -115,12 +144,6 @@ def _processes(jobs: int, pieces: int) -> Any:
             "DPA858", "several jobs need ray.", "Install dataproto-audit[trainer], or --jobs 1."
         ) from error
     return cluster(num_cpus=jobs)
-
-
-def _path_of(work: str, paths: list[Path]) -> str:
-    """The path that was asked for, of a piece that may be a file in it."""
-    found = (str(p) for p in paths if Path(work) == p or p in Path(work).parents)
-    return next(found, work)
 
 
 def _text(answer: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,12 @@ class Trace:
     def __init__(self, path: str | Path) -> None:
         found = find_trace(Path(path))
         if found is None:
-            raise UsageError("DPA820", f"{path} holds no trace.", REMEDY)
+            known = Path(path).exists()
+            raise UsageError(
+                "DPA820",
+                f"{path} holds no trace." if known else f"there is no file or folder {path}.",
+                REMEDY if known else "Check the path.",
+            )
         self.folder, only = found
         self._listed = listed_steps(self.folder)
         if only is not None:
@@ -111,15 +116,21 @@ def is_trace(path: str | Path) -> bool:
 
 
 def write_step(
-    folder: str | Path, step: int, batches: Any, *, settings: Any = None, ended: str = "kept"
+    folder: str | Path,
+    step: int,
+    batches: Any,
+    *,
+    settings: Any = None,
+    ended: str = "kept",
+    metrics: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write one whole step at once; ``batches`` are (stage, batch, further arguments) of
-    :meth:`TraceWriter.write_boundary`. Returns the trace folder. Raises ``RunError`` DPA802.
+    :meth:`TraceWriter.write_boundary`, ``metrics`` what was measured. Returns the trace
+    folder. Raises ``RunError`` DPA802.
     """
-    writer = TraceWriter(folder, retention="all", settings=settings)
-    writer.begin_step(step)
-    for stage, batch, options in batches:
-        writer.write_boundary(stage, batch, **options)
-    writer.end_step(ended=ended)
-    writer.close()
+    with TraceWriter(folder, retention="all", settings=settings) as writer:
+        writer.begin_step(step)
+        for stage, batch, options in batches:
+            writer.write_boundary(stage, batch, **options)
+        writer.end_step(ended=ended, metrics=metrics)
     return Path(folder)

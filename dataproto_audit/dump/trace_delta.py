@@ -2,8 +2,9 @@
 
 A field whose row fingerprints, kind and shape are those of the boundary before is stored by
 reference; one whose rows only moved, as an index. Everything else is copied to the host at once,
-because its memory may be overwritten before it is written. Non-tensor fields are kept as
-references: an object that is changed from within later is recorded as it is then.
+because its memory may be overwritten before it is written; of evidence and meta entries the plain
+containers are copied, and the tensors of evidence. Objects of non-tensor fields and tensors of meta
+entries are kept as references: one that is changed from within later is recorded as it is then.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dataproto_audit.batch import BatchView
+from dataproto_audit.dump.trace_copy import copied
 from dataproto_audit.dump.trace_format import STORABLE, Stored, boundary_name, dtype_name
+from dataproto_audit.dump.trace_json import is_storable
 from dataproto_audit.findings import Report, When
 from dataproto_audit.fingerprint import Hashes
 from dataproto_audit.storage import is_plain_jagged, ragged_rows
@@ -76,7 +79,8 @@ class _Known:
 class StepDelta:
     """Follows the fields of one step from boundary to boundary."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
+        """``number`` is that of the first boundary, in its name."""
         self._known: dict[str, _Known] = {}
         self._content: dict[tuple[Any, ...], list[tuple[Hashes, Stored]]] = {}
         self._marks = self._now = np.zeros(0, np.uint64)
@@ -85,7 +89,7 @@ class StepDelta:
         self._alive: Any = None  # so that addresses of uids stay theirs
         self._keys_at = ""
         self._prompts: list[Any] = []
-        self._number = 0
+        self._number = number
 
     def take(
         self,
@@ -104,7 +108,8 @@ class StepDelta:
         order, keys = self._rows(view, name, row_keys)
         made = Snapshot(
             name, stage, when, part, (view.rows, view.prompt, view.response), [], {}, {}, None,
-            keys, self._keys_at, dict(view.meta), dict(evidence or {}), report or Report(), (),
+            keys, self._keys_at, copied(dict(view.meta), numbers=False),
+            copied(dict(evidence or {})), report or Report(), (),
         )  # fmt: skip
         opaque = []
         for field_name, tensor in view.tensors.items():
@@ -117,6 +122,9 @@ class StepDelta:
                 made.order = order
             self._known[field_name] = known
         for field_name, array in view.arrays.items():
+            if not is_storable(array.dtype):
+                opaque.append(f"{field_name}: {array.dtype}")
+                continue
             known, moved = self._array(field_name, array, order, made)
             made.fields.append(known.stored)
             if moved:
@@ -124,6 +132,11 @@ class StepDelta:
             self._known[field_name] = known
         made.opaque = tuple(opaque)
         return made
+
+    @property
+    def number(self) -> int:
+        """Number of the next boundary."""
+        return self._number
 
     # -- rows --------------------------------------------------------------------------------------
 

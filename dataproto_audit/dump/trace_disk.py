@@ -54,14 +54,23 @@ _VERSIONS = ("dataproto-audit", "torch", "numpy", "tensordict", "transformers", 
 
 
 class StepFiles:
-    """Writes the boundaries of one step. Raises ``RunError`` DPA802 where the disk refuses."""
+    """Writes the boundaries of one step, ``after`` those that a whole step has or in its place.
 
-    def __init__(self, trace: Path, step: int) -> None:
+    Raises ``RunError`` DPA802 where the disk refuses.
+    """
+
+    def __init__(self, trace: Path, step: int, *, after: bool = False) -> None:
         self.folder = step_folder(trace, step)
         self.step = step
         self.names: list[str] = []
         self._texts: dict[str, tuple[str, str]] = {}
         self._moved: dict[tuple[str, str], tuple[str, str]] = {}
+        self._before: dict[str, Any] = {}
+        if after:
+            self._before = whole_step(trace, step)
+            self.names += self._before.get("boundaries", ())
+        if self._before:
+            return
         try:
             remove_step(trace, step)
             self.folder.mkdir(parents=True)
@@ -96,10 +105,12 @@ class StepFiles:
     def finish(self, ended: str, *, failed: bool, metrics: Mapping[str, Any]) -> None:
         """Declare the step whole. ``ended`` is ``finished``, ``broken_off`` or ``kept``."""
         said = {
-            "schema": SCHEMA, "step": self.step, "ended": ended, "failed": failed,
-            "boundaries": self.names, "metrics": metrics,
+            "schema": SCHEMA, "step": self.step, "ended": ended,
+            "failed": failed or bool(self._before.get("failed")), "boundaries": self.names,
+            "metrics": {**self._before.get("metrics", {}), **metrics},
         }  # fmt: skip
         atomic_write_bytes(self.folder / STEP, (json_text(said, indent=1) + "\n").encode())
+        self._before = said
 
     def _is_new(self, here: str, name: str, encoded: Any) -> bool:
         """False where an equal column was written before: it is referred to."""
@@ -179,6 +190,15 @@ def remove_step(trace: Path, step: int) -> None:
         (folder / STEP).unlink()
         fsync_folder(folder)
     shutil.rmtree(folder)
+
+
+def whole_step(trace: Path, step: int) -> dict[str, Any]:
+    """What ``step.json`` of a step says; empty where it is not whole."""
+    try:
+        said = json.loads((step_folder(trace, step) / STEP).read_bytes())
+    except (OSError, ValueError):  # none, or not ours: nothing to add to
+        return {}
+    return said if isinstance(said, dict) and isinstance(said.get("boundaries"), list) else {}
 
 
 def listed(trace: Path) -> list[int]:

@@ -36,6 +36,7 @@ STORABLE: dict[str, torch.dtype] = {
 
 _STEP_NAME = re.compile(r"step_(\d{6,12})")
 _BOUNDARY_NAME = re.compile(r"\d{2,4}_[A-Za-z0-9_.-]{1,100}")
+_FOREIGN = re.compile(r"[^A-Za-z0-9_.-]")
 _INTEGERS = (torch.uint8, torch.int16, torch.int32)
 _WORDS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
@@ -75,9 +76,13 @@ def step_of_name(name: str) -> int | None:
 
 
 def boundary_name(number: int, stage: str, when: str, part: str = "") -> str:
-    """``07_old_log_prob`` after the stage, ``06_old_log_prob_before`` on entering it."""
+    """``07_old_log_prob`` after the stage, ``06_old_log_prob_before`` on entering it.
+
+    What a folder may not be called is replaced or cut off; ``boundary.json`` has the true names.
+    """
     tail = "_before" if when == "before" else ""
-    return f"{number:02d}_{stage}{tail}{f'_{part}' if part else ''}"
+    name = f"{stage}{tail}{f'_{part}' if part else ''}"
+    return f"{number:02d}_{_FOREIGN.sub('_', name)[:100] or '_'}"
 
 
 def is_boundary_name(name: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,12 @@ from dataproto_audit.storage import shared
 MAX_DEPTH = 60
 """Nesting beyond which a value is opaque."""
 _NUMBERS = "iufb"
+_TEXT = re.compile(r"([<>=|])U(\d{1,10})")
+
+
+def is_storable(dtype: np.dtype[Any]) -> bool:
+    """True for arrays that have a form here; others (dates, bytes, records) are opaque."""
+    return dtype.kind in "OU" or (dtype.kind in _NUMBERS and dtype.itemsize <= 8)
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,8 @@ class Encoder:
             items = [self(item, deeper) for item in value]
             return items if isinstance(value, list) else {"$": "tuple", "v": items}
         if isinstance(value, (set, frozenset)):
-            return {"$": "set", "v": [self(item, deeper) for item in sorted(value, key=repr)]}
+            kind = "set" if isinstance(value, set) else "frozenset"
+            return {"$": kind, "v": [self(item, deeper) for item in sorted(value, key=repr)]}
         if isinstance(value, (bytes, bytearray)):
             return {"$": "bytes", "v": base64.b64encode(value).decode()}
         if isinstance(value, Tensor):
@@ -157,9 +165,11 @@ class Decoder:
             out[row] = item
         dtype = value["dtype"]
         if dtype != "object":
-            if not str(dtype)[1:].startswith("U"):
+            text = _TEXT.fullmatch(str(dtype))
+            if text is None or not all(isinstance(item, str) for item in items):
                 raise ValueError(f"an array of {dtype} holds no text")
-            out = out.astype(str(dtype))
+            width = min(int(text[2]), max(map(len, items), default=1))  # as much as is there
+            out = out.astype(f"{text[1]}U{max(width, 1)}")
         return out.reshape(shape)
 
     def scalar(self, value: Mapping[str, Any]) -> Any:
@@ -175,6 +185,7 @@ _DECODERS: dict[str, Any] = {
     "float": lambda decode, value: _FLOATS[value["v"]],
     "tuple": lambda decode, value: tuple(decode(item) for item in value["v"]),
     "set": lambda decode, value: set(map(decode, value["v"])),
+    "frozenset": lambda decode, value: frozenset(map(decode, value["v"])),
     "bytes": lambda decode, value: base64.b64decode(value["v"]),
     "dict": lambda decode, value: {decode(key): decode(item) for key, item in value["v"]},
     "tensor": Decoder.tensor,

@@ -10,6 +10,9 @@ retention      keeps
 ``all``        every step, written boundary by boundary
 =============  ====================================================================================
 
+A step that was broken off is written in every mode, and so is one that :meth:`TraceWriter.mark`
+was called in. A step that begins again under its number goes on where it ended.
+
 Another thread writes. Its queue is bounded by boundaries and bytes: when the disk is slow the
 training thread waits, and nothing is left out in silence. An error is raised once, as ``RunError``.
 """
@@ -29,7 +32,13 @@ from dataproto_audit.batch import BatchView
 from dataproto_audit.codes import RunError
 from dataproto_audit.dump.retention import DEFAULT, MODES, Retention
 from dataproto_audit.dump.trace_delta import RowKeys, Snapshot, StepDelta
-from dataproto_audit.dump.trace_disk import StepFiles, listed, remove_leftovers, remove_step
+from dataproto_audit.dump.trace_disk import (
+    StepFiles,
+    listed,
+    remove_leftovers,
+    remove_step,
+    whole_step,
+)
 from dataproto_audit.findings import Report, When
 
 QUEUE_ITEMS, QUEUE_BYTES = 64, 1 << 30
@@ -45,15 +54,18 @@ class _Step:
     metrics: dict[str, Any] = field(default_factory=dict)
     failed: bool = False
     streamed: bool = False
+    marked: bool = False
+    """To be written, whatever the retention says."""
 
 
 class TraceWriter:
     """Records the boundaries of a run under ``folder``; see :mod:`dataproto_audit.dump.trace`.
 
     ``settings`` are written with every boundary, so that a replay checks as the run did. Recorded
-    steps beyond ``after`` are those of a run that was resumed before them, and removed. The object
-    is used by one thread. Errors of the disk are raised once, by the call that meets them next, as
-    ``RunError`` DPA802; after that nothing is written any more.
+    steps beyond ``after`` are those of a run that was resumed before them, and removed. A recorded
+    step of another writer is replaced, with ``append`` it goes on.
+    The object is used by one thread. Errors of the disk are raised once, by the call that meets
+    them next, as ``RunError`` DPA802; after that nothing is written any more.
     """
 
     def __init__(
@@ -63,6 +75,7 @@ class TraceWriter:
         retention: str = DEFAULT,
         settings: Mapping[str, Any] | None = None,
         after: int | None = None,
+        append: bool = False,
     ) -> None:
         self.folder = Path(folder)
         self.retention = Retention.parse(retention)
@@ -72,7 +85,11 @@ class TraceWriter:
         """CPU seconds of the writing thread."""
         self.waited_s = 0.0
         """Seconds that the training thread waited for the disk."""
+        self._append = append
         self._step: _Step | None = None
+        self._last: _Step | None = None
+        self._numbers: dict[int, int] = {}  # of the next boundary, by step that has ended
+        self._whole: set[int] = set()  # steps that this writer finished
         self._ring: list[_Step] = []
         self._failing_kept = False
         self._error: RunError | None = None
@@ -87,13 +104,27 @@ class TraceWriter:
     def begin_step(self, step: int | None) -> None:
         """Begin a step; one that is open is ended first."""
         self.end_step()
-        self._step = _Step(int(step or 0))
-        self._step.streamed = self.retention.streams(self._step.number)
+        number, self._last = int(step or 0), None
+        if self._append and number not in self._numbers:
+            self._numbers[number] = len(whole_step(self.folder, number).get("boundaries", ()))
+        self._step = _Step(number, StepDelta(self._numbers.get(number, 0)))
+        self._step.streamed = self.retention.streams(number)
 
     def at_step(self, step: int | None) -> None:
-        """Begin ``step`` unless it is the open one."""
-        if self._step is None or self._step.number != int(step or 0):
+        """Begin ``step`` unless it is the open one; the one that ended last is opened again."""
+        last = self._last
+        if self._step is None and last is not None and last.number == int(step or 0):
+            self._step, self._last = last, None
+            self._ring = [other for other in self._ring if other is not last]
+        elif self._step is None or self._step.number != int(step or 0):
             self.begin_step(step)
+
+    def mark(self, step: int | None) -> bool:
+        """Have ``step`` written when it ends, whatever the retention; False if it is not open."""
+        if self._step is None or self._step.number != int(step or 0) or self._error is not None:
+            return False
+        self._step.marked = True
+        return True
 
     def write_boundary(
         self,
@@ -125,7 +156,7 @@ class TraceWriter:
         step.failed |= not snapshot.report.ok
         if step.streamed:
             self._put(step.number, snapshot)
-        elif self.retention.mode != "every":
+        else:
             step.held.append(snapshot)
         return snapshot.name
 
@@ -143,18 +174,17 @@ class TraceWriter:
         step, self._step = self._step, None
         if step is None:
             return
+        self._last = step
+        self._numbers[step.number] = step.delta.number
         step.failed |= failed
-        step.ended, step.metrics = ended, dict(metrics or {})
-        wrong = step.failed or ended == "broken_off"
-        if step.streamed:
-            self._put(step.number, step)
-        elif self.retention.mode == "failing" and wrong:
+        step.ended, step.metrics = ended, {**step.metrics, **(metrics or {})}
+        mode, must = self.retention.mode, step.marked or ended == "broken_off"
+        if mode == "last" and step.failed and not self._failing_kept:
+            self._failing_kept = must = True
+        if step.streamed or must or (mode == "failing" and step.failed):
             self._write(step)
-        elif self.retention.mode == "last":
+        elif mode == "last":
             self._ring.append(step)
-            if wrong and not self._failing_kept:
-                self._failing_kept = True
-                self._write(self._ring.pop())
             del self._ring[: -self.retention.number]
 
     def keep(self) -> None:
@@ -168,27 +198,44 @@ class TraceWriter:
 
         A step that is still open was broken off: it is written with the boundaries that it has.
         """
-        self.end_step(ended="broken_off")
-        if self.retention.mode == "last":
-            self.keep()
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
-            self._thread = None
+        try:
+            self.end_step(ended="broken_off")
+            if self.retention.mode == "last":
+                self.keep()
+        finally:
+            self._last = None
+            if self._thread is not None:
+                self._queue.put(None)
+                self._thread.join()
+                self._thread = None
+        self._raise()
+
+    def flush(self) -> None:
+        """Wait until what was handed to the disk is there. Raises ``RunError`` once."""
+        with self._room:
+            while self._items:
+                self._room.wait()
         self._raise()
 
     def __enter__(self) -> TraceWriter:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        try:
+            self.close()
+        except RunError as own:
+            if error is None:
+                raise
+            error.add_note(f"The trace is not complete: {own}")  # the cause goes on, not its effect
 
     # -- the writing thread ------------------------------------------------------------------------
 
     def _write(self, step: _Step) -> None:
-        for snapshot in step.held:
+        held, step.held, step.streamed = step.held, [], True  # what comes after goes on there
+        for snapshot in held:
             self._put(step.number, snapshot)
-        self._put(step.number, step)
+        said = _Step(step.number, ended=step.ended, metrics=step.metrics, failed=step.failed)
+        self._put(step.number, said)
 
     def _put(self, number: int, item: Snapshot | _Step) -> None:
         self._raise()
@@ -207,6 +254,7 @@ class TraceWriter:
 
     def _run(self) -> None:
         files: StepFiles | None = None
+        last: StepFiles | None = None
         fresh = True
         while (taken := self._queue.get()) is not None:
             number, item, size = taken
@@ -215,13 +263,17 @@ class TraceWriter:
                     if fresh:
                         self._prepare()
                         fresh = False
-                    if files is None:
-                        files = StepFiles(self.folder, number)
+                    if files is None and last is not None and last.step == number:
+                        files = last
+                    elif files is None:
+                        known = self._append or number in self._whole
+                        files = StepFiles(self.folder, number, after=known)
                     if isinstance(item, Snapshot):
                         files.write(item)
                     else:
                         files.finish(item.ended, failed=item.failed, metrics=item.metrics)
-                        files = None
+                        self._whole.add(number)
+                        files, last = None, files
             except RunError as error:
                 self._error = error
             except Exception as error:  # noqa: BLE001 - raised again where the training thread asks

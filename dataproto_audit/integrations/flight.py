@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from dataproto_audit.checker import check, check_union
 from dataproto_audit.codes import RunError, UsageError
 from dataproto_audit.contracts.stages import STAGES
 from dataproto_audit.dump.trace import TRACE_DIR, TraceWriter
-from dataproto_audit.dump.trace_format import step_name
+from dataproto_audit.dump.trace_format import BOUNDARY, step_folder
 from dataproto_audit.findings import Finding
 from dataproto_audit.probes import Settings
 
@@ -39,24 +40,29 @@ def keep(
     """Record each batch as one that entered ``stage``, a part of the boundary by its name.
 
     With ``trace`` they join the step that it has open, which is broken off thereby; without, they
-    make a step of their own. What cannot be recorded is left out. Raises ``RunError`` DPA802.
+    make a step of their own, or join one that was kept before. What cannot be recorded is left out:
+    the folders that are returned are on the disk. Raises ``RunError`` DPA802.
     """
-    place = folder / TRACE_DIR
-    writer = trace or TraceWriter(place, retention="all", settings=asdict(settings or Settings()))
-    writer.at_step(step)
-    kept = []
-    for name, batch in batches.items():
-        try:
-            made = writer.write_boundary(stage, batch, when="before", part=name)
-        except RunError:
-            raise
-        except Exception:  # noqa: BLE001 - some batches cannot be recorded; others still should be
-            continue
-        kept.append(place / step_name(step) / made)
-    writer.end_step(ended="broken_off")
+    own = None
     if trace is None:
-        writer.close()
-    return kept
+        told = asdict(settings or Settings())
+        own = TraceWriter(folder / TRACE_DIR, retention="all", settings=told, append=True)
+    writer = trace or own
+    assert writer is not None
+    made = []
+    with own or nullcontext():
+        writer.at_step(step)
+        for name, batch in batches.items():
+            try:
+                made.append(writer.write_boundary(stage, batch, when="before", part=name))
+            except RunError:
+                raise
+            except Exception:  # noqa: BLE001 - others still should be recorded
+                continue
+        writer.end_step(ended="broken_off")
+        writer.flush()
+    places = [step_folder(writer.folder, step) / name for name in made]
+    return [place for place in places if (place / BOUNDARY).is_file()]
 
 
 def diagnosis(

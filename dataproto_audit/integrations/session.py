@@ -153,14 +153,17 @@ class Session:
         if not (news and self.options.flight_recorder and self.folder) or self._nan_kept:
             return
         self._nan_kept, step = True, self._step or 0
-        if self.trace is not None:  # it is recorded already, in a step that is kept
-            paths = [self.folder.path / TRACE_DIR / step_name(step)]
+        paths: list[Path] = []
+        if self.trace is not None:  # it is recorded already, in a step that is kept from now on
+            if self.trace.mark(step):
+                paths = [self.folder.path / TRACE_DIR / step_name(step)]
         else:
             paths = flight.keep(
                 self.folder.path, step, stage, {"not_finite": batch}, settings=self.settings
             )
-        log.error("first values that are not finite, at %s of step %s; the batch is kept: %s",
-                  stage, self._step, ", ".join(map(str, paths)))  # fmt: skip
+        kept = f"is kept: {', '.join(map(str, paths))}" if paths else "could not be kept"
+        log.error("first values that are not finite, at %s of step %s; the batch %s",
+                  stage, self._step, kept)  # fmt: skip
 
     def guarded(self, name: str, work: Callable[[], T], default: T) -> T:
         """Run a part of our own; only :class:`AuditError`, which was asked for, gets out."""

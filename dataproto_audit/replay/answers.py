@@ -13,7 +13,7 @@ from dataproto_audit.checker.api import check, ordered
 from dataproto_audit.checker.config import settings_from
 from dataproto_audit.checker.names import nothing_known
 from dataproto_audit.checker.reached import stages_reached
-from dataproto_audit.codes import UsageError
+from dataproto_audit.codes import CodedError, UsageError
 from dataproto_audit.dump.readers import Saved, is_folder, read_batches, read_folder
 from dataproto_audit.dump.trace import Trace, is_trace
 from dataproto_audit.dump.trace_delta import own_keys
@@ -48,10 +48,11 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Work:
-    """A part of a path: some steps of a trace, or a whole file."""
+    """A part of a path: some steps of a trace, a whole file, or what cannot be read of it."""
 
     path: str
     steps: tuple[int, ...] | None = None
+    errors: tuple[CodedError, ...] = ()
 
 
 def work_of(path: str | Path, steps: Sequence[int] | None = None, *, parts: int = 1) -> list[Work]:
@@ -67,12 +68,31 @@ def work_of(path: str | Path, steps: Sequence[int] | None = None, *, parts: int 
     if parts > 1 and is_folder(Path(path)):
         folder = read_folder(path)
         files = dict.fromkeys(str(saved.path) for saved in folder.saved)
-        return [Work(file) for file in files]
+        lost = [Work(str(path), errors=folder.unreadable)] if folder.unreadable else []
+        return [*(Work(file) for file in files), *lost]
     return [Work(str(path))]
 
 
 def answers(work: Work, wanted: Wanted) -> Iterator[dict[str, Any]]:
     """One answer a step or batch, one in memory at a time. Raises :class:`UsageError`."""
+    for told in attempts(work, wanted):
+        if isinstance(told, CodedError):
+            raise told
+        yield told
+
+
+def attempts(work: Work, wanted: Wanted) -> Iterator[dict[str, Any] | CodedError]:
+    """As :func:`answers`, with what cannot be read told and not raised, after all the others."""
+    try:
+        yield from _attempts(work, wanted)
+    except CodedError as error:
+        yield error
+
+
+def _attempts(work: Work, wanted: Wanted) -> Iterator[dict[str, Any] | CodedError]:
+    if work.errors:
+        yield from work.errors
+        return
     if work.steps is None:
         yield from _of_file(work.path, wanted)
         return
@@ -117,7 +137,7 @@ class Lone:
     name: str = ""
 
 
-def _of_file(path: str, wanted: Wanted) -> Iterator[dict[str, Any]]:
+def _of_file(path: str, wanted: Wanted) -> Iterator[dict[str, Any] | CodedError]:
     place = Path(path)
     folder = read_folder(place) if is_folder(place) else None
     batches: Sequence[Saved] = read_batches(place) if folder is None else folder.saved
@@ -131,8 +151,8 @@ def _of_file(path: str, wanted: Wanted) -> Iterator[dict[str, Any]]:
         report = check(saved, config=wanted.config, policy=wanted.policy)
         made = of_batch(saved, wanted.config) if scorers else None
         yield _told(saved.label, made, report, scorers)  # type: ignore[arg-type] # with scorers
-    if folder and folder.unreadable:
-        raise folder.unreadable[0]
+    if folder:
+        yield from folder.unreadable
 
 
 def of_batch(saved: Saved, config: Any = None) -> Replayed:
@@ -147,16 +167,19 @@ def of_batch(saved: Saved, config: Any = None) -> Replayed:
     return made
 
 
-def summed(path: str, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The answers of one path as one document."""
+def summed(
+    path: str, parts: Sequence[dict[str, Any]], *, unreadable: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The answers of one path as one document; with ``unreadable`` parts it is not ok."""
     counts: dict[str, int] = {}
     for part in parts:
         for kind, number in part["outcomes"].items():
             counts[kind] = counts.get(kind, 0) + number
     return {
         "path": path,
-        "ok": all(part["ok"] for part in parts),
+        "ok": all(part["ok"] for part in parts) and not unreadable,
         "outcomes": counts,
         "steps": len(parts),
         "answers": list(parts),
+        **({"unreadable": list(unreadable)} if unreadable else {}),
     }

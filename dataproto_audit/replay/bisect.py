@@ -24,6 +24,7 @@ from dataproto_audit.dump.trace import Trace
 from dataproto_audit.findings import plain
 from dataproto_audit.policy import Policy
 from dataproto_audit.probes import Settings
+from dataproto_audit.replay.predicates import asked
 from dataproto_audit.replay.recompute import Compared, recomputed
 from dataproto_audit.replay.replay import Replay, Replayed
 from dataproto_audit.replay.scorers import Scorers, scorer_of
@@ -64,17 +65,32 @@ class Verdict:
     @property
     def stage(self) -> str | None:
         """Its name."""
-        return self.first.stage if self.first else None
+        named: str | None = self.to_tell["stage"]
+        return named
 
     @property
     def rows(self) -> list[int]:
         """Rows at that stage's boundary."""
-        return rows_of(self.first) if self.first else []
+        return list(self.to_tell["rows"])
 
     @property
     def tokens(self) -> list[tuple[int, int]]:
         """(row, column) on the field's own last axis."""
-        return tokens_of(self.first) if self.first else []
+        return [(row, column) for row, column in self.to_tell["tokens"]]
+
+    @property
+    def to_tell(self) -> dict[str, Any]:
+        """The first fault as plain data: by the checks, else by the healthy run alone."""
+        if self.first:
+            return told(self.first)
+        if self.verdict != "faulty" or self.against is None:
+            return _NOTHING
+        against = self.against.to_dict()
+        return {
+            **_NOTHING, **{key: against[key] for key in ("stage", "field", "rows", "tokens")},
+            "row_keys": sorted(self.row_keys), "boundary": against["boundary"],
+            "evidence": {"found by": "against", "says": against["text"]},
+        }  # fmt: skip
 
     @property
     def later_faults(self) -> list[dict[str, Any]]:
@@ -83,7 +99,7 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data with stable keys, ready for ``json.dumps``."""
-        first = told(self.first) if self.first else _NOTHING
+        first = self.to_tell
         made = {
             "verdict": self.verdict,
             "step": self.step,
@@ -142,15 +158,30 @@ def bisect(
     again = Replay(config=config, policy=policy)
     chosen = _chosen(trace, again, step)
     verdict = judged(chosen, scorers or _scorers(policy_model, reference_model, sample))
-    if predicate is not None:
-        verdict.meeting = _meeting(chosen, verdict.stage or "update_actor", predicate)
     if good is not None:
         from dataproto_audit.replay.good import first_difference
 
         verdict.against = first_difference(chosen, Trace(good))
         if verdict.verdict != "faulty" and verdict.against.stage:
-            verdict.verdict = "faulty"
+            by_comparison(verdict, chosen)
+    if predicate is not None:
+        verdict.meeting = _meeting(chosen, verdict.stage or "update_actor", predicate)
     return verdict
+
+
+def by_comparison(verdict: Verdict, step: Replayed) -> None:
+    """Only the healthy run tells what is wrong: its stage is no longer cleared, nor later ones."""
+    against = verdict.against
+    verdict.verdict = "faulty"
+    order = [name for name, _, _ in verdict.stages]
+    earlier = order[: order.index(against.stage)] if against.stage in order else order
+    verdict.cleared = [item for item in verdict.cleared if item["stage"] in earlier]
+    verdict.stages = [
+        (name, "WRONG", against.text) if name == against.stage else (name, state, why)
+        for name, state, why in verdict.stages
+    ]
+    keys = [s.boundary.row_keys for s in step.seen if s.boundary.name == against.boundary]
+    verdict.row_keys = tuple(keys[0][r] for r in against.rows if r < len(keys[0])) if keys else ()
 
 
 def _scorers(policy_model: Any, reference_model: Any, sample: int | None) -> Scorers:
@@ -171,9 +202,10 @@ def _meeting(step: Replayed, stage: str, predicate: Callable[[Any], Any]) -> dic
 
     def fails(rows: Sequence[int]) -> bool:
         part = boundary.view(rows=list(rows))
-        return bool(predicate({
+        told = {
             "batch": part.tensors, "non_tensor_batch": part.arrays, "meta_info": dict(part.meta),
-        }))  # fmt: skip
+        }  # fmt: skip
+        return asked(predicate, told, whole=len(rows) == boundary.rows)
 
     everyone = range(boundary.rows)
     if not fails(everyone):
@@ -188,7 +220,7 @@ def _chosen(trace: Trace, again: Replay, wanted: int | None) -> Replayed:
     if wanted is not None and wanted not in (*trace.steps, *trace.torn):
         trace.step(wanted)  # raises and lists the steps
     last: Replayed | None = None
-    for number in numbers if wanted is None else [n for n in numbers if n <= wanted] or [wanted]:
+    for number in numbers if wanted is None else [n for n in numbers if n < wanted] + [wanted]:
         last = again.step(trace.step(number))
         if number == wanted or (wanted is None and _suspicious(last)):
             return last

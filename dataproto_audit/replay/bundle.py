@@ -14,7 +14,7 @@ from dataproto_audit.dump.trace_disk import versions
 from dataproto_audit.replay.anonymous import Renamer
 from dataproto_audit.replay.recording import Recording, audit
 from dataproto_audit.replay.shrink import Shrunk, shrink
-from dataproto_audit.replay.written import make_folder, write_json, write_shrunk
+from dataproto_audit.replay.written import make_folder, refuse_taken, write_json, write_shrunk
 
 _ISSUE = """# {code}: {title}
 
@@ -46,7 +46,7 @@ def write_bundle(
     if packed and out.exists():
         raise UsageError("DPA851", f"{out} is there already.", "Name a new file.")
     if not packed:
-        make_folder(out)
+        refuse_taken(out)
     shrunk = shrink(recording, code=code, stage=stage)
     renamed, renamer = renamed_of(shrunk, keep_text=keep_text)
     try:
@@ -56,6 +56,7 @@ def write_bundle(
             if packed:
                 _zip(folder, out)
             else:
+                make_folder(out)
                 shutil.copytree(folder, out, dirs_exist_ok=True)
     except OSError as error:
         raise RunError(
@@ -106,9 +107,13 @@ def _fill(folder: Path, shrunk: Shrunk, renamer: Renamer) -> dict[str, Any]:
 def _zip(folder: Path, out: Path) -> None:
     """One file with a fixed order and date, so that equal bundles are equal files."""
     part = out.with_name(f"{out.name}.part")
-    with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as file:
-        for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-            info = zipfile.ZipInfo(path.relative_to(folder).as_posix(), (1980, 1, 1, 0, 0, 0))
-            info.compress_type = zipfile.ZIP_DEFLATED
-            file.writestr(info, path.read_bytes())
-    part.replace(out)
+    try:
+        with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as file:
+            for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+                info = zipfile.ZipInfo(path.relative_to(folder).as_posix(), (1980, 1, 1, 0, 0, 0))
+                info.compress_type = zipfile.ZIP_DEFLATED
+                file.writestr(info, path.read_bytes())
+        part.replace(out)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -42,9 +43,8 @@ def test_source(shrunk: Shrunk, *, name: str) -> str:
     left = shrunk.sizes
     many = f"{left['rows']} of {before['rows']} rows, {left['tokens']} of {before['tokens']} tokens"
     target = (finding.code, finding.stage, finding.field)
-    what = f"Shrunk to {many}. Found after {finding.stage}" + (
-        f", in {finding.field}.\n{_said(finding)}" if finding.field else f".\n{_said(finding)}"
-    )
+    where = _plain(finding.stage) + (f", in {_plain(finding.field)}" if finding.field else "")
+    what = f"Shrunk to {many}. Found after {where}.\n{_said(finding)}"
     settings = {k: v for k, v in asdict(recording.settings).items() if v is not None}
     if recording.lone:
         imports = "from dataproto_audit import check"
@@ -58,9 +58,9 @@ def test_source(shrunk: Shrunk, *, name: str) -> str:
     special = 'NAN, INF = float("nan"), float("inf")\n'
     used = any(word in batches + told for word in ("NAN", "INF"))
     return _HEAD.format(
-        title=f"{finding.code}: {finding.title}".replace('"""', "'''"), what=what, name=name,
+        title=_plain(f"{finding.code}: {finding.title}"), what=what, name=_plain(name),
         imports=imports, special=special if used else "", settings=told, batches=batches,
-        function=finding.code.lower(), body=body, target=_literal(target),
+        function=re.sub(r"\W", "_", finding.code.lower()), body=body, target=_literal(target),
     )  # fmt: skip
 
 
@@ -70,6 +70,7 @@ def _said(finding: Finding) -> str:
 
 
 def _plain(text: str) -> str:
+    """A text of the file as it may stand in a docstring: nothing in it ends or escapes that."""
     return "".join(c if c.isprintable() else "?" for c in text).replace("\\", "/").replace('"', "'")
 
 
@@ -94,7 +95,7 @@ def _boundaries(recording: Recording) -> tuple[str, str]:
     text += ["]", f"METRICS = {_literal(dict(recording.metrics))}\n"]
     body = [
         '    auditor = Auditor(SETTINGS, on_fail="record")',
-        f"    auditor.begin_step({recording.pieces[0].step!r})",
+        f"    auditor.begin_step({_literal(recording.pieces[0].step)})",
         "    found = []",
         "    for stage, when, batch, evidence in BOUNDARIES:",
         "        found += auditor.boundary(stage, batch, when=when, evidence=evidence"

@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from dataproto_audit.codes import CodedError, RunError, UsageError
-from dataproto_audit.replay.answers import Wanted, Work, answers
+from dataproto_audit.replay.answers import Wanted, Work, attempts
 
+Told = dict[str, Any] | CodedError
 AHEAD = 2
 """Pieces of work under way for each process."""
 
@@ -24,13 +25,23 @@ AHEAD = 2
 def replayed(
     work: Sequence[Work], wanted: Wanted, *, jobs: int = 1
 ) -> Iterator[tuple[Work, dict[str, Any]]]:
-    """Each piece of work with its answers, in order. Raises what :func:`answers` raises."""
+    """Each piece of work with its answers, in order; raises the first thing that is unreadable."""
+    for piece, told in attempted(work, wanted, jobs=jobs):
+        for answer in told:
+            if isinstance(answer, CodedError):
+                raise answer
+            yield piece, answer
+
+
+def attempted(
+    work: Sequence[Work], wanted: Wanted, *, jobs: int = 1
+) -> Iterator[tuple[Work, Iterable[Told]]]:
+    """Each piece of work once, in order, with its answers and the errors of what has none."""
     if jobs < 1:
         raise UsageError("DPA851", f"--jobs {jobs}.", "Give a number from 1.")
     if jobs == 1 or len(work) < 2:
         for piece in work:
-            for answer in answers(piece, wanted):
-                yield piece, answer
+            yield piece, attempts(piece, wanted)
         return
     with _ray(jobs) as ray:
         task = ray.remote(num_cpus=1)(_answered)
@@ -39,32 +50,27 @@ def replayed(
         for piece in left:
             waiting.append((piece, task.remote(piece, wanted)))
             if len(waiting) >= AHEAD * jobs:
-                yield from _next(ray, waiting)
+                yield _next(ray, waiting)
         while waiting:
-            yield from _next(ray, waiting)
+            yield _next(ray, waiting)
 
 
-def _next(ray: Any, waiting: deque[tuple[Work, Any]]) -> Iterator[tuple[Work, dict[str, Any]]]:
+def _next(ray: Any, waiting: deque[tuple[Work, Any]]) -> tuple[Work, list[Told]]:
     piece, running = waiting.popleft()
     try:
-        made = ray.get(running)
+        return piece, ray.get(running)
     except ray.exceptions.RayError as error:
-        raise RunError(
+        died = RunError(
             "DPA864", f"a process that replayed {piece.path} died ({type(error).__name__}).",
             "Lower --jobs: the steps together may not fit into memory.",
-        ) from error  # fmt: skip
-    if isinstance(made, CodedError):
-        raise made
-    for answer in made:
-        yield piece, answer
+        )  # fmt: skip
+        died.__cause__ = error
+        return piece, [died]
 
 
-def _answered(piece: Work, wanted: Wanted) -> list[dict[str, Any]] | CodedError:
+def _answered(piece: Work, wanted: Wanted) -> list[Told]:
     """In another process: errors for users come back as values, so that they keep their kind."""
-    try:
-        return list(answers(piece, wanted))
-    except CodedError as error:
-        return error
+    return list(attempts(piece, wanted))
 
 
 @contextmanager

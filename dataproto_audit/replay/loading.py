@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,25 @@ def recordings(path: str | PathLike[str], *, config: Any = None) -> Iterator[Rec
         yield Recording((piece,), settings, lone=True)
 
 
+def first_of(path: str | PathLike[str], *, config: Any = None) -> Recording:
+    """The first recording of ``path``. Raises :class:`UsageError` (``DPA851``) where none is."""
+    found = next(recordings(path, config=config), None)
+    if found is None:
+        raise UsageError("DPA851", f"{path} holds no batch.", "Name a file that holds one.")
+    return found
+
+
+def one_of(path: str | PathLike[str], option: str) -> Recording:
+    """The only recording of ``path``. Raises :class:`UsageError` (``DPA851``) for none or more."""
+    found = list(islice(recordings(path), 2))
+    if len(found) != 1:
+        many = "several batches" if found else "no batch"
+        raise UsageError(
+            "DPA851", f"{option} {path} holds {many}.", "Name a file that holds one batch."
+        )
+    return found[0]
+
+
 def recording_with(
     path: str | PathLike[str],
     *,
@@ -64,8 +84,13 @@ def recording_with(
     """
     seen: dict[str, None] = {}
     for recording in recordings(path, config=config):
-        if before is not None and recording.lone:
-            [earlier] = recordings(before)
+        if before is not None and not recording.lone:
+            raise UsageError(
+                "DPA851", f"--before {before} goes with a saved batch, and {path} is a trace.",
+                "Leave --before out: a trace has its earlier boundaries itself.",
+            )  # fmt: skip
+        if before is not None:
+            earlier = one_of(before, "--before")
             recording = replace(recording, pieces=(*earlier.pieces, *recording.pieces))
         found = audit(recording)
         hit = find(found, code, stage) if code else next(

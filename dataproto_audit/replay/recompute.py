@@ -270,6 +270,10 @@ def _against(
 ) -> Iterator[Compared]:
     view, settings = one.view, step.settings
     log_probs, entropies, known = scored.aligned(one.boundary.row_keys)
+    if "response_mask" not in view.tensors:
+        why = f"record response_mask with the batch that leaves {stage}"
+        yield Compared(stage, name, "unknown", number, missing=f"{name}: {why}", model=True)
+        return
     recorded, mask = view.numpy(name), view.numpy("response_mask") != 0
     if recorded.shape != mask.shape or log_probs.shape != mask.shape:
         return

@@ -65,7 +65,10 @@ class Replayed:
         return self._find(stage, "after")
 
     def before(self, stage: str) -> Seen | None:
-        """What entered ``stage``: its own boundary, else what left the stage before it."""
+        """What entered ``stage``: its own boundary, else what left the stage before it.
+
+        Parts, and stages that nobody declared, are beside the chain: they enter nothing.
+        """
         own = self._find(stage, "before")
         if own is not None:
             return own
@@ -73,7 +76,8 @@ class Replayed:
         for one in self.seen:
             if one.boundary.stage == stage:
                 break
-            if not STAGES[one.boundary.stage].own_input:
+            declared = STAGES.get(one.boundary.stage)
+            if declared is not None and not declared.own_input and not one.boundary.part:
                 earlier = one
         return earlier
 

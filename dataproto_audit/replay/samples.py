@@ -62,7 +62,8 @@ def follow(recording: Recording) -> Followed:
     previous, rows = base, np.arange(whole)
     following, extra, named = False, whole, int(groups.max(initial=-1)) + 1
     for number, (piece, view) in enumerate(zip(recording.pieces, views, strict=True)):
-        own = piece.stage is not None and STAGES[piece.stage].own_input and view.rows != 0
+        declared = STAGES.get(piece.stage or "")  # a user's own stage need not be declared
+        own = declared is not None and declared.own_input and view.rows != 0
         if own and piece.stage != "prompts":
             samples.append(np.arange(extra, extra + view.rows))
             prompts.append(None)

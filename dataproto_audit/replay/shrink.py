@@ -28,6 +28,7 @@ from dataproto_audit.findings import SEVERITIES, Finding
 from dataproto_audit.replay.cut import Cut, Whole, sizes
 from dataproto_audit.replay.ddmin import ddmin
 from dataproto_audit.replay.mended import mended
+from dataproto_audit.replay.predicates import asked
 from dataproto_audit.replay.recording import (
     Recording,
     Sighting,
@@ -187,15 +188,7 @@ class Judge:
 
     def _asked(self, predicate: Predicate, made: Recording) -> bool:
         """What the predicate says; an error of it is a no, except of the whole batch."""
-        try:
-            return bool(predicate(made))
-        except Exception as error:  # a user's own code on a batch that lost a field
-            if self.calls > 1:
-                return False
-            raise UsageError(
-                "DPA851", f"the predicate raised {type(error).__name__}: {error}.",
-                "It gets a mapping with batch, non_tensor_batch and meta_info.",
-            ) from error  # fmt: skip
+        return asked(predicate, made, whole=self.calls <= 1)
 
     def _alarms(self, cut: Cut) -> frozenset[Target]:
         assert self.twin is not None

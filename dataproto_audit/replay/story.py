@@ -33,6 +33,8 @@ def story(verdict: Verdict) -> str:
         lines.append(f"  cleared   {item['stage']}: {item['by']}")
     if verdict.against is not None:
         lines.append(f"  against   {verdict.against.text}")
+        if not verdict.faults and verdict.rows:
+            lines.append(f"    rows      {listed(verdict.rows)}")
     if verdict.meeting is not None:
         rows = listed(verdict.meeting["rows"]) or verdict.meeting["says"]
         lines.append(f"  together  {rows} ({verdict.meeting['calls']} runs of the predicate)")

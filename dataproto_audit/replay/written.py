@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -30,7 +32,8 @@ def write_shrunk(shrunk: Shrunk, folder: Path) -> dict[str, Any]:
     answer: dict[str, Any] = {**answer_of(shrunk), "out_dir": str(folder), "test_file": None}
     write_recording(shrunk.recording, folder)
     if shrunk.finding is not None:
-        name = f"test_{re.sub(r'[^a-z0-9]+', '_', _title(shrunk).lower()).strip('_')}.py"
+        # a stage is a text of the file: it may be long, too
+        name = f"test_{re.sub(r'[^a-z0-9]+', '_', _title(shrunk).lower()).strip('_')[:80]}.py"
         atomic_write_bytes(folder / name, test_source(shrunk, name=name).encode())
         answer["test_file"] = str(folder / name)
     write_json(folder / ANSWER, answer)
@@ -69,6 +72,24 @@ def make_folder(folder: Path) -> None:
         raise RunError(
             "DPA802", f"{folder} cannot be made: {error.strerror}.", "Name another folder."
         ) from error
+    _refuse(folder, taken)
+
+
+def refuse_taken(folder: Path) -> None:
+    """Raise as :func:`make_folder` would, and make nothing: for the time before any work."""
+    try:
+        above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        if not above.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        taken = next(folder.iterdir(), None) if folder.exists() else None
+    except OSError as error:
+        raise RunError(
+            "DPA802", f"{folder} cannot be made: {error.strerror}.", "Name another folder."
+        ) from error
+    _refuse(folder, taken)
+
+
+def _refuse(folder: Path, taken: Path | None) -> None:
     if taken is not None:
         raise UsageError(
             "DPA851", f"{folder} is not empty: it holds {taken.name}.", "Name a new folder."
@@ -88,8 +109,10 @@ def write_recording(recording: Recording, folder: Path) -> None:
     for piece in recording.pieces:
         options = {"when": piece.when, "evidence": dict(piece.evidence)}
         steps.setdefault(piece.step or 0, []).append((piece.stage, piece.batch, options))
+    last = recording.pieces[-1].step or 0
     for step, batches in steps.items():
-        write_step(folder / "trace", step, batches, settings=settings)
+        told = recording.metrics if step == last else {}
+        write_step(folder / "trace", step, batches, settings=settings, metrics=told)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -40,7 +40,9 @@ def check_megatron(config: DictConfig, spec: WorkerSpec, model: Mapping[str, Any
             dtype=spec.model.dtype,
             key=f"{ROLES}.{role}.megatron",
         )
-        _switches(spec, megatron_of(spec, role), role)
+    actor_rows = spec.update.mini_batch_size // data_parallel_size(config)
+    for role in roles:
+        check_role(spec, role, rows=actor_rows)
     if len(roles) == 2:
         _one_layout(spec)
     if "ref" in roles:
@@ -49,7 +51,13 @@ def check_megatron(config: DictConfig, spec: WorkerSpec, model: Mapping[str, Any
         _actor(config, spec)
 
 
-def _switches(spec: WorkerSpec, options: MegatronOptions, role: str) -> None:
+def check_role(spec: WorkerSpec, role: str, *, rows: int | None = None) -> None:
+    """Raise UsageError for switches, optimizer and micro-batches that ``role`` cannot have.
+
+    ``rows`` of a mini-batch on each data-parallel rank, for the actor; None where they are not
+    known yet. Raises DPA851 and DPA854. Sizes of the layout alone are not looked at here.
+    """
+    options = megatron_of(spec, role)
     switch = f"{ROLES}.model.use_remove_padding"
     if spec.model.remove_padding and options.cp > 1:
         raise UsageError(
@@ -58,6 +66,20 @@ def _switches(spec: WorkerSpec, options: MegatronOptions, role: str) -> None:
             "row over ranks: the two are not built together.",
             f"Set {switch}=false, or {layout.CP} to 1.",
         )
+    if role != "actor":
+        return
+    if spec.optim.name == "sgd" and options.distributed_optimizer:
+        raise UsageError(
+            "DPA851",
+            f"{ROLES}.actor.optim.name is sgd; Megatron's distributed optimizer is Adam's.",
+            f"Set {layout.KEY}.use_distributed_optimizer=false, or the optimizer to adamw.",
+        )
+    if rows is not None:
+        micro = spec.update.micro
+        if not micro.rows and not micro.max_tokens:
+            options = replace(options, vpp=None)  # cut into as many as there are stages
+        size = None if micro.max_tokens else micro.rows or None
+        layout.check_micro_batches(options, rows=rows, size=size)
 
 
 def _one_layout(spec: WorkerSpec) -> None:
@@ -89,19 +111,7 @@ def _reference_rows(config: DictConfig, spec: WorkerSpec) -> None:
 
 
 def _actor(config: DictConfig, spec: WorkerSpec) -> None:
-    actor, ranks = config.actor_rollout_ref.actor, data_parallel_size(config)
-    if spec.optim.name == "sgd" and spec.megatron.distributed_optimizer:
-        raise UsageError(
-            "DPA851",
-            f"{ROLES}.actor.optim.name is sgd; Megatron's distributed optimizer is Adam's.",
-            f"Set {layout.KEY}.use_distributed_optimizer=false, or the optimizer to adamw.",
-        )
-    layout.check_micro_batches(
-        spec.megatron,
-        rows=spec.update.mini_batch_size // ranks,
-        size=None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu,
-    )
-    warmup, stages = config.warmup, spec.megatron.pp
+    ranks, warmup, stages = data_parallel_size(config), config.warmup, spec.megatron.pp
     if warmup.steps and warmup.batch_size // ranks < stages:
         raise UsageError(
             "DPA854",

@@ -69,7 +69,7 @@ def test_a_layout_that_differs_sets_the_exit_code(call, monkeypatch):
         "max_abs_logprob_diff": 1e-7, "worst_logprob": [3, 1], "max_abs_entropy_diff": 1e-7,
         "rel_loss_diff": 1e-7, "max_abs_grad_diff": 0.5, "worst_gradient": "model.norm.weight",
         "rel_update_diff": 0.1, "peak_bytes": 2**20, "comm_bytes": 2**21, "startup_s": 1.0,
-        "step_cpu_s": 0.5,
+        "step_cpu_s": 0.5, "ranks": [{}],
     }  # fmt: skip
     answer = {"rows": 4, "tokens": 40, "model": "tiny", "layouts": [entry]}
     monkeypatch.setattr(command, "_answer", lambda *_: answer)
@@ -78,6 +78,10 @@ def test_a_layout_that_differs_sets_the_exit_code(call, monkeypatch):
     assert "row 3, column 1" in said
     assert "model.norm.weight" in said
     assert json.loads(call("--demo", "--json", check=1).stdout) == answer
+    failed = {"name": "fsdp:2", "agree": False, "wrong": ["DPA864 gone."], "ranks": []}
+    answer["layouts"] = [failed, entry]
+    assert "fsdp:2: COULD NOT RUN: DPA864 gone." in call("--demo", check=1).stdout
+    answer["layouts"] = [entry]
     entry["agree"] = True
     assert "fsdp:2: agrees" in call("--demo", check=0).stdout
 

@@ -78,12 +78,33 @@ def test_shrink_with_a_predicate(call, batch, tmp_path, monkeypatch):
         (("--predicate", "no_such_module:f"), "No module named"),
         (("--predicate", "json:__doc__"), "is no function"),
         (("--predicate", "a:b", "--code", "DPA302"), "both"),
+        (("--predicate", "a:b", "--stage", "rollout"), "--predicate and --stage"),
+        (("--predicate", "a:b", "--before", "x"), "--predicate and --before"),
     ],
 )
 def test_usage_errors_of_shrink(call, batch, tmp_path, args, fragment):
     done = call("shrink", batch, "-o", tmp_path / "out", *args, check=2)
     assert fragment in done.stderr
     assert done.stdout == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_inputs_of_another_number_of_batches(call, batch, tmp_path, monkeypatch):
+    from dataproto_audit.replay import loading
+
+    one = list(loading.recordings(batch))
+    for found, fragment in (([], "holds no batch"), (one * 2, "holds several batches")):
+        monkeypatch.setattr(
+            loading, "recordings", lambda path, found=found, **_: iter(
+                found if "before" in str(path) else one
+            )
+        )  # fmt: skip
+        said = call("shrink", batch, "--before", "before", "-o", tmp_path / "out", check=2).stderr
+        assert "DPA851" in said
+        assert fragment in said
+    monkeypatch.setattr(loading, "recordings", lambda path, **_: iter(()))
+    args = ("--predicate", "json:dumps", "-o", tmp_path / "out")
+    assert "holds no batch" in call("shrink", batch, *args, check=2).stderr
 
 
 def test_targets_that_are_there(call, batch, tmp_path):

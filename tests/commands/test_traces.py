@@ -38,3 +38,11 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
         assert ran.returncode == 2
         assert "Traceback" not in ran.stderr
         assert len(ran.stderr.strip().splitlines()) == 1
+
+
+def test_an_unreadable_path_does_not_lose_the_answers_of_others(tmp_path: Path) -> None:
+    write_simulated(tmp_path / "good", "plain")
+    ran = dpa("replay", tmp_path / "absent", tmp_path / "good", "--json")
+    assert ran.returncode == 2
+    assert json.loads(ran.stdout)["ok"]
+    assert "absent" in ran.stderr

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,7 +26,9 @@ from dataproto_audit.dump.trace import (
     is_trace,
     write_step,
 )
+from dataproto_audit.dump.trace_copy import copied
 from dataproto_audit.dump.trace_format import narrowed, widened
+from dataproto_audit.dump.trace_json import Decoder
 from dataproto_audit.findings import Finding, Report
 from dataproto_audit.protocol import DataProto
 from dataproto_audit.testing.bases import BASES
@@ -262,6 +265,140 @@ def test_a_slow_disk_makes_the_producer_wait_and_loses_nothing(
     assert len(Trace(tmp_path).step(1).boundaries) == 12
 
 
+def test_a_step_that_breaks_off_is_kept_in_every_mode(tmp_path: Path) -> None:
+    for retention in ("every:10", "failing", "last:1"):
+        folder = tmp_path / retention[:4]
+        with TraceWriter(folder, retention=retention) as writer:
+            for number, ended in ((1, "finished"), (2, "broken_off"), (3, "finished")):
+                writer.begin_step(number)
+                writer.write_boundary("rollout", batch(), report=FAILED if number == 1 else None)
+                writer.end_step(ended=ended)
+        assert 2 in Trace(folder).steps
+        assert Trace(folder).step(2).boundaries[0].view().rows == 4
+
+
+@pytest.mark.parametrize("retention", ["every:10", "last:1", "failing", "all"])
+def test_a_marked_step_is_kept(tmp_path: Path, retention: str) -> None:
+    with TraceWriter(tmp_path, retention=retention) as writer:
+        assert not writer.mark(1)
+        for number in (1, 2, 3):
+            writer.begin_step(number)
+            writer.write_boundary("rollout", batch(), report=FAILED if number == 1 else None)
+            assert not writer.mark(9)
+            assert number != 2 or writer.mark(2)
+            writer.end_step()
+    assert 2 in Trace(tmp_path).steps
+
+
+@pytest.mark.parametrize("retention", ["all", "last:1", "last:3", "every:10", "failing"])
+def test_a_step_that_begins_again_goes_on(tmp_path: Path, retention: str) -> None:
+    """The trainer raised after the end of step 1: what was recorded of it stays."""
+    made = batch()
+    with TraceWriter(tmp_path, retention=retention) as writer:
+        writer.begin_step(1)
+        writer.write_boundary("rollout", made)
+        writer.end_step(metrics={"loss": 1.0})
+        writer.at_step(1)
+        writer.write_boundary("update_actor", made, when="before", part="input")
+        writer.end_step(ended="broken_off")
+        writer.begin_step(1)
+        writer.write_boundary("reward", made)
+        writer.end_step(ended="broken_off")
+    step = Trace(tmp_path).step(1)
+    assert [b.name for b in step.boundaries] == [
+        "00_rollout", "01_update_actor_before_input", "02_reward",
+    ]  # fmt: skip
+    assert (step.ended, step.metrics) == ("broken_off", {"loss": 1.0})
+    assert all(b.array("uid").tolist() == made.non_tensor_batch["uid"].tolist()
+               for b in step.boundaries)  # fmt: skip
+
+
+def full_disk(*_: Any, **__: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_an_error_of_the_disk_leaves_no_thread_and_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace_disk, "fsync_folder", full_disk)
+    theirs = ValueError("of the run")
+    with pytest.raises(ValueError, match="of the run") as caught:  # noqa: PT012, SIM117 - as it is used
+        with TraceWriter(tmp_path, retention="all") as writer:
+            writer.write_boundary("rollout", batch())
+            raise theirs
+    assert caught.value is theirs
+    assert "DPA802" in "".join(theirs.__notes__)
+    with pytest.raises(RunError, match="DPA802"):
+        write_step(tmp_path, 1, [("rollout", batch(), {})])
+    writer = TraceWriter(tmp_path, retention="all")
+    writer.write_boundary("rollout", batch())
+    with contextlib.suppress(RunError):
+        writer.flush()
+    writer._told = False
+    with pytest.raises(RunError, match="DPA802"):  # raised while the step is closed
+        writer.close()
+    alive = [thread.name for thread in threading.enumerate()]
+    assert "dpa-trace" not in alive
+
+
+def test_columns_of_other_kinds_are_left_out(tmp_path: Path) -> None:
+    made = {"batch": dict(batch().batch), "meta_info": {}, "non_tensor_batch": {
+        "day": np.array(["2024-01-01"] * 4, "datetime64[D]"), "raw": np.array([b"a"] * 4),
+        "pair": np.zeros(4, [("x", "i4")]), "text": np.array(["a", "bc", "", "d"], "U64"),
+    }}  # fmt: skip
+    write_step(tmp_path, 1, [("reward", made, {})])
+    read = Trace(tmp_path).step(1).boundaries[0]
+    assert set(read.view().arrays) == {"text"}
+    assert read.array("text").tolist() == ["a", "bc", "", "d"]
+    assert [name.partition(":")[0] for name in read.head["opaque"]] == ["day", "pair", "raw"]
+
+
+def test_frozen_sets_stay_frozen(tmp_path: Path) -> None:
+    meta = {"sets": {frozenset({1, 2})}, "keys": {frozenset({"a"}): 1}, "plain": {3}}
+    made = {"batch": dict(batch().batch), "non_tensor_batch": {}, "meta_info": meta}
+    write_step(tmp_path, 1, [("reward", made, {})])
+    assert Trace(tmp_path).step(1).boundaries[0].meta == meta
+
+
+def test_a_width_of_text_is_no_reason_to_allocate() -> None:
+    said = {"$": "objects", "v": ["a"], "shape": [1], "dtype": "<U1000000000"}
+    assert Decoder({})(said).dtype == "<U1"
+    for dtype in ("<Ux", "<U-3", "O", "<M8"):
+        with pytest.raises(ValueError, match="holds no text"):
+            Decoder({})({**said, "dtype": dtype})
+
+
+def test_names_of_stages_that_no_folder_may_have(tmp_path: Path) -> None:
+    names = ["../../x", "a b/ü", "", "s" * 300]
+    write_step(tmp_path, 1, [(name, batch(), {"part": name}) for name in names])
+    step = Trace(tmp_path).step(1)
+    assert [(b.stage, b.part, b.view().rows) for b in step.boundaries] == [
+        (name, name, 4) for name in names
+    ]
+    assert {p.parent.parent for p in tmp_path.rglob("boundary.json")} == {step.folder}
+
+
+def test_evidence_is_as_it_was_at_the_boundary(tmp_path: Path) -> None:
+    evidence: dict[str, Any] = {"ranks": [{"rank": 0}], "loss": torch.ones(2), "last": ([1],)}
+    looped: list[Any] = [evidence["ranks"]]
+    made = batch()
+    made.meta_info["sizes"] = [1]
+    with TraceWriter(tmp_path, retention="last:1") as writer:
+        writer.write_boundary("rollout", made, evidence=evidence)
+        evidence["ranks"][0]["rank"] = 7
+        evidence["loss"].zero_()
+        evidence["last"][0].append(2)
+        made.meta_info["sizes"].append(2)
+    read = Trace(tmp_path).step(0).boundaries[0]
+    assert (read.evidence["ranks"], read.evidence["last"]) == ([{"rank": 0}], ([1],))
+    assert read.evidence["loss"].tolist() == [1, 1]
+    assert read.meta["sizes"] == [1]
+    looped.append(looped)
+    again = copied(looped)
+    assert again[1] is again
+    assert again[0] is not looped[0]
+
+
 # -- crash points ----------------------------------------------------------------------------------
 
 
@@ -428,7 +565,7 @@ def test_what_is_broken_is_one_clear_sentence(tmp_path: Path, how: str, says: st
 def test_paths_that_are_no_trace(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds no trace"):
         Trace(tmp_path)
-    with pytest.raises(UsageError, match="holds no trace"):
+    with pytest.raises(UsageError, match="there is no file or folder"):
         Trace(tmp_path / "absent")
     (tmp_path / "step_000001").mkdir()
     with pytest.raises(UsageError, match="not whole"):

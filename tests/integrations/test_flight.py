@@ -5,10 +5,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from dataproto_audit import attach, open_run
 from dataproto_audit.dump.trace import Trace
-from dataproto_audit.integrations.flight import brief
+from dataproto_audit.integrations.flight import brief, keep
 
 from .conftest import make
 
@@ -181,3 +182,49 @@ def test_the_first_nan_is_kept(verl: ModuleType, caplog: pytest.LogCaptureFixtur
     assert recorded is not None
     assert recorded.tensor("old_log_probs", rows=[0])[0, 0].isnan()
     assert caplog.text.count("first values that are not finite") == 1
+
+
+@pytest.mark.parametrize("trace", ["every:10", "last:1", "failing", "all", "off"])
+def test_what_is_said_to_be_kept_is_there(
+    verl: ModuleType, caplog: pytest.LogCaptureFixture, trace: str
+) -> None:
+    trainer = make(verl)
+    trainer._update_actor = raising(RuntimeError("x"))
+    fitted(trainer, trace=trace)
+    told = caplog.text.split("Its input is kept: ")[1].splitlines()[0].rstrip(".")
+    assert (Path(told) / "boundary.json").is_file()
+    assert Trace("run").step(1).ended == "broken_off"
+
+
+@pytest.mark.parametrize("trace", ["every:10", "last:1"])
+def test_the_step_of_the_first_nan_is_there(
+    verl: ModuleType, caplog: pytest.LogCaptureFixture, trace: str
+) -> None:
+    """Whatever the retention says, and though a failing step was kept before."""
+    trainer = make(verl, steps=4, trainer__val_before_train=False, trainer__test_freq=0)
+    original = trainer._compute_old_log_prob
+
+    def wrong(batch: Any) -> Any:
+        out, more = original(batch)
+        if trainer.global_steps == 1:
+            out.batch["old_log_probs"][0, 0] = 5.0  # no log-probability
+        if trainer.global_steps == 2:
+            out.batch["old_log_probs"][0, 0] = float("nan")
+        return out, more
+
+    trainer._compute_old_log_prob = wrong
+    with attach(trainer, run_dir="run", trace=trace):
+        trainer.fit()
+    told = caplog.text.split("the batch is kept: ")[1].splitlines()[0]
+    assert told.endswith("step_000002")
+    assert (Path(told) / "step.json").is_file()
+
+
+def test_input_kept_twice_without_a_trace_goes_on(tmp_path: Path) -> None:
+    made = {"batch": {"responses": torch.ones(2, 3)}, "non_tensor_batch": {}, "meta_info": {}}
+    first = keep(tmp_path, 1, "reward", {"not_finite": made})
+    second = keep(tmp_path, 1, "update_actor", {"input": made, "odd": object()})
+    assert [path.name for path in first + second] == [
+        "00_reward_before_not_finite", "01_update_actor_before_input",
+    ]  # fmt: skip
+    assert [b.view().rows for b in Trace(tmp_path).step(1).boundaries] == [2, 2]

@@ -28,6 +28,10 @@ ALONE = [
     ("aborted_rows_dropped", "plain"), ("packed_rows_attend_to_their_neighbours", "plain"),
     ("rows_do_not_divide_over_the_ranks", "recorded"),
 ]  # fmt: skip
+NO_ROWS = ("clip_sides_swapped", "one_tensor_not_sent", "aborted_rows_dropped",
+           "rows_do_not_divide_over_the_ranks")  # fmt: skip
+NO_TOKENS = ("uid_per_row", "one_tensor_not_balanced", "rewards_one_row_late")
+"""Faults whose truth is of no rows, and those of whole rows."""
 PAIRS = [
     ("mask_on_pad", "sign_flipped", "plain"),
     ("old_one_column_early", "rewards_one_row_late", "plain"),
@@ -60,8 +64,8 @@ def test_a_fault_is_found_where_it_was_made(
     verdict, score, scorers = judged(tmp_path, (name,), base, model=model)
     assert score.faulty
     assert score.stage, verdict.story()
-    assert score.rows is not False, verdict.story()
-    assert score.tokens is not False, verdict.story()
+    assert score.rows is (None if name in NO_ROWS else True), verdict.story()
+    assert score.tokens is (None if name in (*NO_ROWS, *NO_TOKENS) else True), verdict.story()
     assert verdict.later_faults == []
     assert scorers.calls == verdict.recomputations <= 2  # policy and reference, once each
 
@@ -73,7 +77,7 @@ def test_a_second_fault_is_told_too(
 ) -> None:
     verdict, score, _ = judged(tmp_path, (first, second), base, model=model)
     assert (score.stage, score.second) == (True, True), verdict.story()
-    assert score.rows is not False, verdict.story()
+    assert score.rows is True, verdict.story()
 
 
 @pytest.mark.parametrize("name", HEALTHY)
@@ -169,3 +173,20 @@ def test_a_sample_of_rows_bounds_what_the_model_scores(tmp_path: Path) -> None:
     verdict = bisect(tmp_path, scorers=Scorers(policy=counted, sample=8))
     assert verdict.stage == "old_log_prob"
     assert seen == [8]
+
+
+def test_a_torn_step_that_is_asked_for_is_the_one_that_is_judged(tmp_path: Path) -> None:
+    write_simulated(tmp_path, "plain", steps=2)
+    (tmp_path / "trace/step_000003/step.json").unlink()
+    assert (Trace(tmp_path).steps, Trace(tmp_path).torn) == ([2], [3])
+    assert bisect(tmp_path, step=3).step == 3
+
+
+def test_an_error_of_the_predicate_is_coded(tmp_path: Path) -> None:
+    write_simulated(tmp_path, "plain")
+
+    def fails(part: Any) -> bool:
+        return bool(part["batch"]["absent"].sum() > 0)
+
+    with pytest.raises(UsageError, match=r"DPA851 the predicate raised KeyError"):
+        bisect(tmp_path, predicate=fails)

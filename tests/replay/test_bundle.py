@@ -11,7 +11,7 @@ import torch
 from dataproto_audit.codes import UsageError
 from dataproto_audit.probes import Settings
 from dataproto_audit.replay.anonymous import Renamer, texts_of
-from dataproto_audit.replay.bundle import renamed_of, write_bundle
+from dataproto_audit.replay.bundle import _zip, renamed_of, write_bundle
 from dataproto_audit.replay.recording import Piece, Recording, audit
 from dataproto_audit.replay.shrink import shrink
 
@@ -126,3 +126,75 @@ def test_a_file_that_is_there_is_left_alone(tmp_path):
     with pytest.raises(UsageError, match="there already"):
         write_bundle(bad, tmp_path / "b.zip", code="DPA302")
     assert (tmp_path / "b.zip").read_text() == "mine"
+
+
+def test_a_failed_bundle_leaves_nothing(tmp_path, monkeypatch):
+    bad, _, _ = sides("probabilities")
+    with pytest.raises(UsageError):
+        write_bundle(lone(bad, "advantage"), tmp_path / "b", code="DPA999")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "from").mkdir()
+    (tmp_path / "from" / "x").write_text("x")
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(zipfile.ZipFile, "writestr", full)
+    with pytest.raises(OSError, match="No space"):
+        _zip(tmp_path / "from", tmp_path / "b.zip")
+    assert [p.name for p in tmp_path.iterdir()] == ["from"]
+
+
+def test_ids_of_every_name_are_renamed_alike():
+    batch = {
+        "batch": {"responses": torch.tensor([[700, 701, 9]]),
+                  "teacher_input_ids": torch.tensor([[701, 700]]),
+                  "image_features": torch.tensor([[0.5]])},
+        "non_tensor_batch": {"raw_prompt_ids": objects([700, 702]),
+                             "tool_tokens": objects(np.array([701])),
+                             "customer_number": np.array([4711])},
+        "meta_info": {"eos_token_id": 9, "pad_token_id": 703, "customer": 4711,
+                      "sampling": {"stop_token_ids": [9, 701], "n": 2, "4711": 4711},
+                      "metrics": {"actor/lr": 0.1, "val-core/secret-set": 0.5}},
+    }  # fmt: skip
+    renamer = Renamer(Settings())
+    made = renamer.recording(told(batch)).pieces[0].batch
+    stop = made["batch"]["responses"][0, 2].item()
+    assert made["batch"]["responses"].tolist() == [[0, 1, 2]]
+    assert made["batch"]["teacher_input_ids"].tolist() == [[1, 0]]
+    assert made["non_tensor_batch"]["raw_prompt_ids"][0] == [0, 3]
+    assert made["non_tensor_batch"]["tool_tokens"][0].tolist() == [1]
+    assert made["meta_info"] == {"eos_token_id": stop, "pad_token_id": 4,
+                                 "sampling": {"stop_token_ids": [stop, 1], "n": 2},
+                                 "metrics": {"actor/lr": 0.1}}  # fmt: skip
+    assert set(made["non_tensor_batch"]) == {"raw_prompt_ids", "tool_tokens"}
+    assert "image_features" not in made["batch"]
+    assert not any("4711" in line or "secret" in line for line in renamer.removed)
+
+
+def test_pixels_and_names_in_cells_are_taken_out():
+    grid = torch.tensor([[1, 2, 2]])
+    batch = {
+        "batch": {},
+        "non_tensor_batch": {
+            "multi_modal_inputs": objects(
+                {"pixel_values": torch.full((4, 3), 0.37), "image_grid_thw": grid, SECRET: grid},
+                {"pixel_values": torch.full((4, 3), 0.38)},
+            ),
+            "extra_info": objects({SECRET: 1}, {"index": 2}),
+            "reward_model": objects({"ground_truth": 42}, [{SECRET: np.ones(3)}]),
+            "score": objects(np.full(2, 0.37), 1.0),
+        },
+        "meta_info": {"losses": [{"pg_loss": 0.5, SECRET: 1.0}]},
+    }  # fmt: skip
+    made = Renamer(Settings()).recording(told(batch)).pieces[0].batch
+    first, second = made["non_tensor_batch"]["multi_modal_inputs"]
+    assert first.keys() == {"pixel_values", "image_grid_thw"}
+    assert torch.equal(first["pixel_values"], torch.zeros(4, 3))
+    assert torch.equal(second["pixel_values"], torch.ones(4, 3))
+    assert torch.equal(first["image_grid_thw"], grid)
+    assert made["non_tensor_batch"]["extra_info"][1] == {"index": 2}
+    assert all(isinstance(v, str) for v in made["non_tensor_batch"]["reward_model"])
+    assert 0.37 not in made["non_tensor_batch"]["score"][0]
+    assert made["meta_info"] == {"losses": [{"pg_loss": 0.5}]}
+    assert not [t for t in texts_of([made]) if "secret" in t]

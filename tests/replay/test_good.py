@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from dataproto_audit.codes import UsageError
-from dataproto_audit.replay.bisect import bisect
+from dataproto_audit.replay.bisect import bisect, by_comparison
+from dataproto_audit.replay.good import Against
+from dataproto_audit.replay.replay import replay
 from dataproto_audit.testing.bases import BASES
 from dataproto_audit.testing.faults import CATALOGUE
 from dataproto_audit.testing.traces import write_simulated
@@ -48,3 +50,16 @@ def test_a_step_that_the_healthy_run_has_not(tmp_path: Path) -> None:
     write_simulated(tmp_path / "b", replace(BASES["plain"], step=5), steps=2)
     with pytest.raises(UsageError, match=r"no step 2.*5, 6"):
         bisect(tmp_path / "a", good=tmp_path / "b")
+
+
+def test_what_only_the_healthy_run_tells_is_named(tmp_path: Path) -> None:
+    write_simulated(tmp_path, "plain")
+    verdict = bisect(tmp_path)
+    verdict.against = Against("differs", "reward", "score", [3], [(3, 1)], boundary="")
+    [step] = replay(tmp_path)
+    by_comparison(verdict, step)
+    said = verdict.to_dict()
+    assert (said["verdict"], said["stage"], said["field"]) == ("faulty", "reward", "score")
+    assert (said["rows"], said["tokens"]) == ([3], [[3, 1]])
+    assert "went wrong at reward" in verdict.story()
+    assert "reward" not in {item["stage"] for item in verdict.cleared}

@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from dataproto_audit.dump.trace import Trace, TraceWriter
 from dataproto_audit.replay.answers import Wanted, answers, summed, work_of
 from dataproto_audit.replay.jobs import replayed
 from dataproto_audit.replay.recompute import recomputed
-from dataproto_audit.replay.replay import replay, settings_of
+from dataproto_audit.replay.replay import Seen, replay, settings_of
 from dataproto_audit.replay.scorers import Scorers
 from dataproto_audit.testing.bases import BASES
 from dataproto_audit.testing.faults import CATALOGUE
@@ -159,3 +160,19 @@ def test_a_trace_that_cannot_be_written_costs_the_trace_only(
         auditor.boundary(b.stage, b.batch, when=b.when, evidence=b.evidence)
     assert auditor.end_step().ok
     assert [(f.code, f.severity) for f in auditor.findings] == [("DPA905", "warn")]
+
+
+def test_a_rollout_without_a_mask_and_a_stage_of_the_user(tmp_path: Path) -> None:
+    made = write_simulated(tmp_path, "plain")
+    [step] = replay(tmp_path)
+    rollout = step.after("rollout")
+    assert rollout is not None
+    del rollout.view.tensors["response_mask"]
+    found = {c.field: c for c in recomputed(step, Scorers(**toy_scorers(made.options)))}
+    if "rollout_log_probs" in rollout.view.tensors:
+        assert "record response_mask" in found["rollout_log_probs"].missing
+    for part, stage in (("", "my_filter"), ("left", "rollout")):
+        beside = SimpleNamespace(stage=stage, when="after", part=part)
+        step.seen.insert(0, Seen(beside, rollout.view, rollout.report))
+        assert step.before("prompts") is None
+        step.seen.pop(0)

@@ -1,19 +1,24 @@
 """What shrink writes opens again and shows the finding; the test file runs by itself."""
 
+import ast
 import json
 import runpy
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from dataproto_audit.codes import UsageError
+from dataproto_audit.findings import Finding
+from dataproto_audit.probes import Settings
 from dataproto_audit.replay.example import _literal
 from dataproto_audit.replay.example import test_source as source_of
 from dataproto_audit.replay.loading import recording_with, recordings
-from dataproto_audit.replay.recording import audit
-from dataproto_audit.replay.shrink import shrink
-from dataproto_audit.replay.written import write_shrunk
+from dataproto_audit.replay.recording import Piece, Recording, audit
+from dataproto_audit.replay.shrink import Shrunk, shrink
+from dataproto_audit.replay.written import write_recording, write_shrunk
 
 from ._recorded import lone, sides
 
@@ -97,3 +102,36 @@ def test_other_literals():
     assert _literal(np.array([1, "a"], dtype=object)) == '[1, "a"]'
     assert _literal(np.float32(0.5)) == "0.5"
     assert eval(_literal(object())).startswith("<object")
+
+
+HOSTILE = 'x"""\nraise SystemExit("owned")\n"""\\'
+
+
+def test_nothing_of_the_file_becomes_code(tmp_path):
+    batch = {
+        "batch": {HOSTILE: torch.ones(1, 1)},
+        "non_tensor_batch": {"uid": np.array([HOSTILE], object)},
+        "meta_info": {HOSTILE: HOSTILE},
+    }
+    piece = Piece(HOSTILE, "after", batch, {HOSTILE: HOSTILE}, 1)
+    finding = Finding(
+        "DPA302", "fail", HOSTILE, HOSTILE, HOSTILE, row_keys=(HOSTILE,), expected=HOSTILE,
+        actual=HOSTILE,
+    )  # fmt: skip
+    sizes = {"rows": 1, "groups": 1, "tokens": 1}
+    for lonely in (True, False):
+        recording = Recording((piece,), Settings(adv_estimator=HOSTILE), {HOSTILE: 1.0}, lonely)
+        shrunk = Shrunk(recording, None, finding, 1, 0.0, sizes, sizes, "")
+        tree = ast.parse(source_of(shrunk, name=HOSTILE))
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        assert "SystemExit" not in names
+        assert not [node for node in ast.walk(tree) if isinstance(node, ast.Raise)]
+        assert HOSTILE in {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)}
+        answer = write_shrunk(shrunk, tmp_path / str(lonely))
+        assert Path(answer["test_file"]).name == "test_dpa302_x_raise_systemexit_owned.py"
+
+
+def test_metrics_are_kept_in_the_trace(tmp_path):
+    bad, _, _ = sides("uid_per_row")
+    write_recording(replace(bad, metrics={"actor/lr": 0.25}), tmp_path)
+    assert list(recordings(tmp_path / "trace"))[-1].metrics["actor/lr"] == 0.25

@@ -7,18 +7,20 @@ only a file that fits is opened here. Reading is deterministic, so it fits here,
 
 A file of up to :data:`SMALL` bytes is opened at once: each value of it costs a byte of the file or
 is counted against the budget, which takes a second or two at most. ``DATAPROTO_AUDIT_CONFINE=off``
-opens every file at once.
+opens every file at once. So does a platform without fork servers or without limits of a process;
+where only the memory of a process cannot be bounded, time still is.
 """
 
 from __future__ import annotations
 
+import errno
 import os
-import resource
 import signal
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import current_process, get_context
+from multiprocessing import current_process, get_all_start_methods, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -26,10 +28,17 @@ from typing import Any
 
 from dataproto_audit.codes import UsageError
 
+try:
+    import resource
+except ImportError:  # a platform without limits of a process
+    resource = None  # type: ignore[assignment] # tested where it is used
+
 SMALL = 1 << 21
 """Bytes of a pickle that are read without a child."""
 SWITCH = "DATAPROTO_AUDIT_CONFINE"
-LIMIT = "DPA813"
+LIMIT, UNREAD = "DPA813", "DPA810"
+_WORD = 64
+"""Bytes of the longest answer of a child."""
 _START_S = 300.0
 """Seconds for the fork server to come up, which imports torch once in a process."""
 _lock = threading.Lock()
@@ -56,6 +65,8 @@ def confine(path: Path, size: int, limits: Limits | None = None) -> None:
     """
     if limits is None and (size <= SMALL or os.environ.get(SWITCH) == "off"):
         return
+    if resource is None or "forkserver" not in get_all_start_methods():
+        return
     if current_process().daemon:  # such a process may have no children; its parent set its limits
         return
     allowed = limits or limits_of(size)
@@ -63,16 +74,25 @@ def confine(path: Path, size: int, limits: Limits | None = None) -> None:
     context.set_forkserver_preload([__name__, "dataproto_audit.dump.readers.read"])
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_open, args=(str(path), allowed, theirs), daemon=True)
-    _start(child)
-    theirs.close()
     try:
+        _start(child)
+        theirs.close()
         said = _answer(ours, allowed)
+    except OSError as error:  # no process, or no more open files
+        said = f"did not start ({error})"
     finally:
+        theirs.close()
         ours.close()
-        if child.is_alive():
-            child.kill()
-        child.join()
+        if child.pid is not None:
+            if child.is_alive():
+                child.kill()
+            child.join()
         child.close()
+    if said.startswith(("did not start", "raised")):
+        raise UsageError(
+            UNREAD, f"{path} is not read: a child process that opens large files first {said}.",
+            f"If you trust the file, set {SWITCH}=off to open it without one.",
+        )  # fmt: skip
     if said != "done":
         raise UsageError(
             LIMIT, f"{path} is not read: a child process that opened it {said}.",
@@ -97,32 +117,63 @@ def _answer(ours: Connection, allowed: Limits) -> str:
     try:
         if not ours.poll(_START_S):
             return "did not start"
-        ours.recv_bytes(8)  # it has begun
+        ours.recv_bytes(_WORD)  # it has begun
+    except EOFError:
+        return "did not start"
+    try:
         if not ours.poll(allowed.seconds):
             return too_long
-        said = ours.recv_bytes(8)
+        said = ours.recv_bytes(_WORD).decode()
     except EOFError:  # killed by a limit before it could say so
         return too_much
-    return "done" if said == b"done" else too_much
+    return too_much if said == "memory" else said
 
 
 def _open(path: str, allowed: Limits, answer: Connection) -> None:
-    """What the child does: limits first, then open the file; one word is the answer."""
+    """What the child does: limits first, then open the file; two words are the answer."""
     # A file that makes the child use up its time must not leave a traceback on the terminal.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ[SWITCH] = "off"
     from dataproto_audit.dump.readers.read import read_batches
 
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + allowed.bytes,) * 2)
-    resource.setrlimit(resource.RLIMIT_CPU, (int(allowed.seconds) + 1, int(allowed.seconds) + 2))
     answer.send_bytes(b"begun")
+    _limit(allowed)
     try:
         read_batches(path)
         word = b"done"
     except UsageError as error:
         word = b"memory" if isinstance(error.__cause__, MemoryError) else b"done"
-    except MemoryError:
-        word = b"memory"
-    answer.send_bytes(word)
+    except Exception as error:  # noqa: BLE001 - told to the parent, which raises it as coded
+        word = b"memory" if _of_memory(error) else f"raised {type(error).__name__}".encode()
+    answer.send_bytes(word[:_WORD])
     answer.close()
+
+
+def _limit(allowed: Limits) -> None:
+    """Bound this process. What a platform cannot bound, the parent's clock bounds."""
+    seconds = int(allowed.seconds) + 1
+    _set("RLIMIT_CPU", seconds, seconds + 1)
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:  # no such file system: what the empty process has is not known
+        return
+    most = pages * resource.getpagesize() + allowed.bytes
+    _set("RLIMIT_AS", most, most)
+
+
+def _set(name: str, soft: int, hard: int) -> None:
+    kind = getattr(resource, name, None)
+    if kind is None:
+        return
+    _, highest = resource.getrlimit(kind)
+    if highest != resource.RLIM_INFINITY:
+        soft, hard = min(soft, highest), min(hard, highest)
+    with suppress(ValueError, OSError):  # the platform refuses such a limit
+        resource.setrlimit(kind, (soft, hard))
+
+
+def _of_memory(error: Exception) -> bool:
+    """Python's own, the system's, and torch's allocator, which raises a RuntimeError."""
+    if isinstance(error, RuntimeError):
+        return "memory" in str(error) and not isinstance(error, RecursionError)
+    return isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM

@@ -5,8 +5,10 @@ Two checks of dumps that keep one number a row, where the checks of a batch have
 * ``dump.samples``: every sample is in the file once. Its identity is what the framework numbers it
   by; writers that append leave a task twice when they are started again.
 * ``dump.advantage``: rows of a group with the same rewards have the same advantage, and where all
-  rewards of a group are equal it is 0. That holds for every rule of normalisation and for any
-  weights of the reward functions, which such files do not tell.
+  rewards of a group are equal it is 0. That holds for every rule that compares a row with its
+  group, however it is divided, and for any weights of the reward functions, which such files do
+  not tell. It does not hold for plain REINFORCE++ (whitened over the batch) and for GAE, so it is
+  asked only of :data:`BY_GROUP`, and of other files that name an estimator of a group.
 
 Not covered: advantages of rows whose rewards all differ.
 """
@@ -31,6 +33,10 @@ KEYS: Mapping[str, tuple[str, ...]] = {
 }
 """Columns that tell the samples of one file and step apart, by framework."""
 TOLERANCE = 1e-3
+BY_GROUP = ("trl", "open_instruct")
+"""Frameworks whose one number a row is always made by comparing with the group."""
+ESTIMATORS = ("grpo", "grpo_vectorized", "rloo", "rloo_vectorized")
+"""Values of ``adv_estimator`` in a file for which the rule of ``dump.advantage`` holds."""
 
 
 def report_of(saved: Saved) -> Report:
@@ -40,7 +46,7 @@ def report_of(saved: Saved) -> Report:
     if keys and len(keys) == len(KEYS[saved.framework]):
         _add(report, SAMPLES, "DPA105", list(_twice(saved, keys)))
     rewards = _rewards(saved)
-    if rewards and "advantage" in saved.arrays:
+    if rewards and "advantage" in saved.arrays and _by_group(saved):
         _add(report, ADVANTAGE, "DPA408", list(_advantages(saved, rewards)))
     return report
 
@@ -66,6 +72,12 @@ def _twice(saved: Saved, names: Sequence[str]) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def _by_group(saved: Saved) -> bool:
+    """Whether the file says, or its framework implies, that advantages compare within a group."""
+    told = saved.meta.get("adv_estimator")
+    return saved.framework in BY_GROUP if told is None else str(told).lower() in ESTIMATORS
+
+
 def _rewards(saved: Saved) -> list[tuple[float, ...]]:
     """What the advantage of each row was made of: numbers, 0 for a missing one."""
     if saved.framework == "trl":
@@ -85,18 +97,19 @@ def _number(value: Any) -> float:
     return float(value) if known else 0.0
 
 
-def _groups(saved: Saved) -> list[range]:
-    """Rows of each group: neighbours with one uid, or with one prompt, in pieces of equal size."""
-    name = "uid" if "uid" in saved.arrays else "raw_prompt"
-    if name not in saved.arrays:
+def _groups(saved: Saved) -> list[Sequence[int]]:
+    """Rows of each group: all with one uid, or neighbours with one prompt in equal pieces."""
+    if "uid" in saved.arrays:
+        members: dict[str, list[int]] = {}
+        for row, uid in enumerate(saved.arrays["uid"].tolist()):
+            members.setdefault(str(uid), []).append(row)
+        return list(members.values())
+    if "raw_prompt" not in saved.arrays:
         return []
-    sizes = [len(list(run)) for _, run in groupby(map(str, saved.arrays[name].tolist()))]
-    if len(sizes) < 2 and name != "uid":
+    sizes = [len(list(run)) for _, run in groupby(map(str, saved.arrays["raw_prompt"].tolist()))]
+    if len(sizes) < 2:
         return []  # one prompt: how many groups it was sampled in is not told
     size = gcd(*sizes)
-    if name == "uid":
-        starts = [sum(sizes[:place]) for place in range(len(sizes))]
-        return [range(start, start + many) for start, many in zip(starts, sizes, strict=True)]
     return [range(start, start + size) for start in range(0, sum(sizes), size)]
 
 

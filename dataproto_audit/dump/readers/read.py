@@ -39,7 +39,8 @@ from dataproto_audit.dump.trace import is_trace
 
 REMEDY = (
     "Read are files of DataProto.save_to_disk, torch.save, JSONL (also gzipped), parquet, "
-    "*.kvmeta.json and safetensors; save the batch as one of these."
+    "*.kvmeta.json, safetensors, traces and metric logs (docs/reading-files.md); save the batch as "
+    "one of these."
 )
 TEXT = frozenset({".txt", ".md", ".log", ".yaml", ".yml", ".toml", ".py"})
 

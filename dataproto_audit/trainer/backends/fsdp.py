@@ -31,6 +31,7 @@ from dataproto_audit.trainer.backends.base import (
     OptimSpec,
     TokenOutputs,
 )
+from dataproto_audit.trainer.backends.moments import STATELESS, moments_of
 from dataproto_audit.trainer.backends.scoring import TokenScoring
 from dataproto_audit.trainer.backends.shards import ShardSpec, dtype_name
 from dataproto_audit.trainer.backends.ulysses import sequence_group
@@ -174,12 +175,18 @@ class FSDPBackend(Backend):
                 module.reshard()
 
     def state(self) -> dict[str, Tensor]:
-        """See :meth:`Backend.state`. Names: ``model/NAME`` and ``optim/NAME/KEY``."""
+        """See :meth:`Backend.state`. Names: ``model/NAME`` and ``optim/NAME/KEY``.
+
+        A weight that had no gradient has no state; that is noted, or it would look lost.
+        """
         out = {f"model/{name}": piece.detach() for name, (piece, _) in self._shards.items()}
         if self._optimizer is not None:
-            for name, param in self._local.items():
-                for key, value in self._optimizer.state.get(param, {}).items():
+            states = {name: self._optimizer.state.get(p, {}) for name, p in self._local.items()}
+            for name, kept in states.items():
+                for key, value in kept.items():
                     out[f"optim/{name}/{key}"] = value
+                if not kept and any(states.values()):
+                    out[f"optim/{name}/{STATELESS}"] = torch.empty(0)
         return out
 
     def load_state(self, state: dict[str, Tensor]) -> None:
@@ -202,16 +209,8 @@ class FSDPBackend(Backend):
 
     def _load_optimizer(self, state: dict[str, Tensor]) -> None:
         assert self._optimizer is not None
-        per_param: dict[int, dict[str, Tensor]] = {}
-        for position, name in enumerate(self._local):
-            prefix = f"optim/{name}/"
-            found = {
-                key.removeprefix(prefix): value.clone()
-                for key, value in state.items()
-                if key.startswith(prefix)
-            }
-            if found:
-                per_param[position] = found
+        found = moments_of(state, self._local)
+        per_param = {position: kept for position, kept in enumerate(found) if kept}
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": per_param, "param_groups": groups})
 

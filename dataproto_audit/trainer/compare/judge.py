@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +39,11 @@ def differences(ours: Values, expected: Values) -> dict[str, Any]:
     ):
         value, row, column = _worst(mine, theirs)
         out[f"max_abs_{name}_diff"], out[f"worst_{name}"] = value, [row, column]
-    terms = {name: abs(ours.terms[name] - value) for name, value in expected.terms.items()}
+    terms = {
+        # NaN is no smaller and no larger than another number, so max() would pass it over.
+        name: float("inf") if math.isnan(gap := abs(ours.terms[name] - value)) else gap
+        for name, value in expected.terms.items()
+    }
     scale = max((abs(value) for value in expected.terms.values()), default=0.0) or 1.0
     out["worst_term"] = max(terms, key=lambda name: terms[name])
     out["rel_loss_diff"] = terms[out["worst_term"]] / scale

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
@@ -23,11 +24,13 @@ _GATHERING = (*_SENDING, "fsdp")
 _NAMES = {
     "allgather": "all_gather",
     "allreduce": "all_reduce",
-    "reduce_scatter": "reduce_scatter",
+    "reducescatter": "reduce_scatter",
     "alltoall": "all_to_all",
     "broadcast": "broadcast",
     "send": "send",
 }
+"""Collectives by what the names of their operators hold, without underscores: the c10d ones are
+spelled ``_allgather_base_``, the functional ones ``all_gather_into_tensor``."""
 
 
 @dataclass
@@ -102,7 +105,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             if gathers and self._kinds[number] == "activations":
                 self._kinds[number] = "gathered"
         if func.namespace in _SENDING:
-            self._sent(func._schema.name.split("::")[-1], args)
+            self._sent(func._schema.name.split("::")[-1], [*args, out])
         self._look()
         return out
 
@@ -114,12 +117,14 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             self._kinds.append("activations")
         return number
 
-    def _sent(self, name: str, args: Any) -> None:
+    def _sent(self, name: str, sides: Iterable[Any]) -> None:
+        name = name.replace("_", "")
         plain = next((word for key, word in _NAMES.items() if key in name), None)
         if plain is None:
             return
-        # Output and input are both among the arguments: the larger one is the whole.
-        size = max((t.numel() * t.element_size() for t in _tensors(args)), default=0)
+        # Input and output are arguments or, of a functional collective, argument and result; each
+        # may be a list of pieces. The larger side is the whole.
+        size = max(sum(t.numel() * t.element_size() for t in _tensors(side)) for side in sides)
         self._usage.calls[plain] = self._usage.calls.get(plain, 0) + 1
         self._usage.sent[plain] = self._usage.sent.get(plain, 0) + size
 
@@ -133,7 +138,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 def _tensors(tree: Any) -> Iterator[Tensor]:
     for leaf in tree_iter(tree):
         if isinstance(leaf, Tensor):
-            yield getattr(leaf, "_local_tensor", leaf)  # a DTensor's own part
+            leaf = getattr(leaf, "_local_tensor", leaf)  # a DTensor's own part
+            yield leaf.elem if isinstance(leaf, AsyncCollectiveTensor) else leaf
 
 
 def size_of(tensors: Iterable[Tensor]) -> int:

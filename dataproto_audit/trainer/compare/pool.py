@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Any, cast
 
@@ -28,10 +29,13 @@ class Pool:
         (one ended) or DPA866 (no answer in time).
         """
         self.start(len(tasks))
-        for (_, connection), task in zip(self._ranks, tasks, strict=False):
-            connection.send(task)
         answers: dict[int, Answer] = {}
         try:
+            for task, (_, connection) in zip(tasks, self._ranks, strict=False):
+                try:
+                    connection.send(task)
+                except OSError:
+                    raise _ended(task.rank) from None
             while len(answers) < len(tasks):
                 self._take(answers, len(tasks))
         except BaseException:
@@ -56,8 +60,8 @@ class Pool:
             rank = waiting[connection]
             try:
                 answer: Any = cast(Any, connection).recv()
-            except EOFError:
-                raise RunError("DPA864", f"the process of rank {rank} ended.", REMEDY) from None
+            except (EOFError, OSError):
+                raise _ended(rank) from None
             if isinstance(answer, Failed):
                 failed.append((rank, answer))
             else:
@@ -89,22 +93,27 @@ class Pool:
 
     def close(self, *, kill: bool = False) -> None:
         """End the processes and wait for them."""
-        for process, connection in self._ranks:
+        ranks, self._ranks = self._ranks, []
+        for process, connection in ranks:
             if kill:
                 process.kill()
-            else:
+                continue
+            with suppress(OSError):  # one that is gone needs no word; the others do
                 connection.send(None)
-        for process, connection in self._ranks:
+        for process, connection in ranks:
             process.join(10)
             if process.is_alive():
                 process.kill()
                 process.join()
             process.close()
             connection.close()
-        self._ranks = []
 
     def __enter__(self) -> Pool:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _ended(rank: int) -> RunError:
+    return RunError("DPA864", f"the process of rank {rank} ended.", REMEDY)

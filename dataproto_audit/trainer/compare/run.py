@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dataproto_audit.codes import CodedError
 from dataproto_audit.protocol import DataProto
 from dataproto_audit.trainer.backends import hf, shards
 from dataproto_audit.trainer.backends.base import OptimSpec
@@ -17,6 +18,7 @@ from dataproto_audit.trainer.compare.judge import Values, differences, tolerance
 from dataproto_audit.trainer.compare.layouts import Layout
 from dataproto_audit.trainer.compare.pool import Pool
 from dataproto_audit.trainer.compare.rank import Answer, Task
+from dataproto_audit.trainer.megatron import check_role
 from dataproto_audit.trainer.plans import MicroBatching, plan_forward, plan_update
 from dataproto_audit.trainer.workers import hang
 from dataproto_audit.trainer.workers.dispatch import collect, kept, merge_losses
@@ -57,12 +59,13 @@ class Compared:
         return not self.wrong
 
     def to_dict(self) -> dict[str, Any]:
-        """The layout's entry of the JSON answer."""
+        """The layout's entry of the JSON answer; without figures if it could not run."""
+        verdict = {"name": self.layout.name, "agree": self.agree, "wrong": self.wrong}
+        if not self.ranks:
+            return {**verdict, "ranks": []}
         most = max(self.ranks, key=lambda rank: int(rank["peak_bytes"]))
         return {
-            "name": self.layout.name,
-            "agree": self.agree,
-            "wrong": self.wrong,
+            **verdict,
             **self.found,
             "tolerance": self.bounds,
             "peak_bytes": most["peak_bytes"],
@@ -74,8 +77,11 @@ class Compared:
         }
 
 
-def check(layout: Layout) -> None:
-    """Raise a ``UsageError`` for a layout that cannot hold its model, before anything starts."""
+def check(layout: Layout, *, rows: int | None = None) -> None:
+    """Raise a ``UsageError`` for a layout that cannot hold its model, before anything starts.
+
+    With the ``rows`` of the batch, also for one whose micro-batches cannot fill its pipeline.
+    """
     config = hf.model_config(layout.model)
     if layout.strategy == "megatron":
         from dataproto_audit.trainer.backends.megatron import layout as megatron
@@ -83,6 +89,8 @@ def check(layout: Layout) -> None:
         megatron.check_layout(
             layout.megatron, config, world_size=layout.world, dtype=layout.model.dtype
         )
+        a_rank = None if rows is None else rows // layout.data_parallel
+        check_role(_spec(layout), "actor", rows=a_rank)
         return
     device = training_device().type
     check_layout(layout.model, layout.fsdp, world_size=layout.world, device=device)
@@ -101,10 +109,11 @@ def compare(
 
     The batch holds the fields of an update and ``meta_info`` temperature. Layouts of one engine
     share processes; Megatron keeps state in the process, so each of its layouts gets new ones.
-    Raises ``UsageError`` and ``RunError`` as the layouts do.
+    Raises ``UsageError`` for a layout that :func:`check` refuses, before any starts; an error of
+    one that runs is its result, and the others go on.
     """
     for layout in layouts:
-        check(layout)
+        check(layout, rows=len(batch))
     together = [layout.world for layout in layouts if layout.strategy != "megatron"]
     if together and layouts[0].strategy != "megatron":
         pool.start(max(together))
@@ -118,10 +127,15 @@ def compare(
         told(layout.name)
         if layout.strategy == "megatron":
             pool.close()
-        answers = run_layout(batch, layout, pool)
-        if layout.strategy == "megatron":
-            pool.close()
-        found = differences(_values(batch, layout, answers), values)
+        try:
+            answers = run_layout(batch, layout, pool)
+            found = differences(_values(batch, layout, answers), values)
+        except CodedError as error:
+            results.append(Compared(layout, {}, bounds, [str(error)]))
+            continue
+        finally:
+            if layout.strategy == "megatron":
+                pool.close()
         results.append(
             Compared(layout, found, bounds, wrong_values(found, bounds), _ranks(answers))
         )
@@ -147,18 +161,7 @@ def run_layout(batch: DataProto, layout: Layout, pool: Pool) -> list[Answer]:
         lengths, trained, ranks=parts, mini_batch_size=len(batch), shuffle=False,
         width=int(batch.batch["responses"].shape[1]), micro=layout.micro,
     )  # fmt: skip
-    spec = WorkerSpec(
-        model=layout.model,
-        optim=OPTIM,
-        loss=LOSS,
-        update=UpdateOptions(micro=layout.micro),
-        log_prob_micro=MicroBatching(),
-        fsdp=layout.fsdp,
-        megatron=layout.megatron,
-        strategy=layout.strategy,
-        with_reference=False,
-        collective_timeout_s=TIMEOUT_S,
-    )
+    spec = _spec(layout)
     store, port = hang.host_store(HERE)
     chunks = batch.chunk(parts)
     tasks = [
@@ -171,6 +174,21 @@ def run_layout(batch: DataProto, layout: Layout, pool: Pool) -> list[Answer]:
     for answer in answers:
         answer.notes["plan"] = update
     return answers
+
+
+def _spec(layout: Layout) -> WorkerSpec:
+    return WorkerSpec(
+        model=layout.model,
+        optim=OPTIM,
+        loss=LOSS,
+        update=UpdateOptions(micro=layout.micro),
+        log_prob_micro=MicroBatching(),
+        fsdp=layout.fsdp,
+        megatron=layout.megatron,
+        strategy=layout.strategy,
+        with_reference=False,
+        collective_timeout_s=TIMEOUT_S,
+    )
 
 
 def _values(batch: DataProto, layout: Layout, answers: Sequence[Answer]) -> Values:

@@ -58,3 +58,18 @@ def test_limits_grow_with_the_file():
     assert limits_of(0) == Limits(20.0, 1 << 30)
     assert limits_of(10**8).seconds == 120.0
     assert limits_of(10**8).bytes == (1 << 30) + 24 * 10**8
+
+
+def test_a_platform_without_limits_opens_the_file_at_once(large, monkeypatch):
+    monkeypatch.setattr("dataproto_audit.dump.readers.confined.resource", None)
+    monkeypatch.setattr("dataproto_audit.dump.readers.confined.get_context", None)
+    assert read_batches(large)[0].rows == 64
+
+
+def test_a_child_that_cannot_start_is_not_called_too_large(large, monkeypatch):
+    def refuse(child):
+        raise OSError("too many open files")
+
+    monkeypatch.setattr("dataproto_audit.dump.readers.confined._start", refuse)
+    with pytest.raises(UsageError, match=r"DPA810 .* did not start \(too many open files\)"):
+        confine(large, large.stat().st_size)

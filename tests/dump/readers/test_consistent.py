@@ -1,6 +1,7 @@
 """What is wrong with a file itself: samples that are there twice, advantages of other groups."""
 
 import json
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,6 +10,7 @@ import pytest
 from dataproto_audit.checker.files import check_file, evidence_level
 from dataproto_audit.dump.readers import read_batches
 from dataproto_audit.dump.readers.consistent import report_of
+from dataproto_audit.dump.readers.saved import Saved, parts
 
 
 def codes(path):
@@ -91,3 +93,24 @@ def test_ids_alone_are_a_level_of_their_own(tmp_path):
     (tmp_path / "x.jsonl").write_text(json.dumps(row))
     [checked] = check_file(tmp_path / "x.jsonl")
     assert checked.evidence_level == "ids"
+
+
+def scored(framework, uid, score, advantage, **meta):
+    columns = {"uid": uid, "score": score, "advantage": advantage}
+    saved = Saved(Path("x"), "", "jsonl", parts({}, {}, meta), framework=framework)
+    return report_of(saved.with_columns(columns)).findings
+
+
+def test_groups_need_not_be_contiguous():
+    rows = (list("aaba"), [1.0, 1.0, 0.0, 0.0], [0.58, 0.58, 0.0, -1.15])
+    assert scored("open_instruct", *rows) == []
+    [finding] = scored("open_instruct", *rows[:2], [0.58, -1.15, 0.0, 0.58])
+    assert finding.rows == (0, 1, 3)
+
+
+@pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "gae"])
+def test_rules_that_do_not_compare_with_the_group_are_not_judged(estimator):
+    rows = (list("aabb"), [1.0, 1.0, 0.0, 0.0], [0.9, 0.9, -0.9, -0.9])
+    assert scored("verl", *rows, adv_estimator=estimator) == []
+    assert scored("verl", *rows) == []
+    assert scored("verl", *rows, adv_estimator="grpo")

@@ -257,3 +257,16 @@ def test_a_frozen_model_scores_packed_rows_and_notes_them(tiny_model, ragged_bat
 def test_an_unknown_optimizer_is_refused(tiny_model):
     with pytest.raises(UsageError, match=r"DPA851 .*adagrad"):
         build(tiny_model(), optim=OptimSpec(name="adagrad"))
+
+
+def test_a_state_without_the_moments_of_one_weight_is_refused(tiny_model, ragged_batch):
+    backend, batch = build(tiny_model(), optim=ADAMW), ragged_batch()
+    backend.load_state(backend.state())  # before the first step there are none
+    train(backend, batch, plan_of(batch))
+    norm = "optim/model.norm.weight/"
+    kept = {name: value for name, value in backend.state().items() if not name.startswith(norm)}
+    with pytest.raises(UsageError, match=r"DPA804 .*exp_avg.* of parameter model.norm.weight"):
+        backend.load_state(kept)
+    frozen = build(tiny_model(), optim=ADAMW)
+    frozen.load_state(kept | {f"{norm}none": torch.empty(0)})
+    assert f"{norm}none" in frozen.state()

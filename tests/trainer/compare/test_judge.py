@@ -51,3 +51,11 @@ def test_tolerances_follow_the_noise_and_have_a_floor():
     assert tolerances(quiet, largest_gradient=0.5)["max_abs_grad_diff"] == 0.5e-5
     loud = quiet | {"max_abs_logprob_diff": 0.1}
     assert tolerances(loud, largest_gradient=1.0)["max_abs_logprob_diff"] == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("term", ["pg_loss", "total"])
+def test_nan_in_any_loss_term_is_no_agreement(term):
+    terms = {"pg_loss": 2.0, "total": 1.0} | {term: float("nan")}
+    found = differences(values(terms=terms), values())
+    assert (found["worst_term"], found["rel_loss_diff"]) == (term, float("inf"))
+    assert wrong_values(found, {"rel_loss_diff": 1.0}) == ["rel_loss_diff"]

@@ -1,5 +1,7 @@
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dataproto_audit.trainer.compare.meter import Meter, size_of
 
@@ -52,5 +54,30 @@ def test_collectives_are_counted_with_the_whole_they_work_on():
         usage = meter.usage()
         assert usage.calls == {"all_reduce": 1, "all_gather": 1, "all_to_all": 1}
         assert set(usage.sent.values()) == {16}
+    finally:
+        dist.destroy_process_group()
+
+
+def test_functional_collectives_and_lists_of_pieces_are_counted_alike():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        name, ops, part = dist.group.WORLD.group_name, torch.ops._c10d_functional, torch.zeros(4)
+        pieces = [torch.zeros(4), torch.zeros(4)]
+        with Meter({}) as meter:
+            ops.wait_tensor(ops.all_reduce(part, "sum", name))
+            ops.wait_tensor(ops.all_gather_into_tensor(part, 2, name))
+            ops.wait_tensor(ops.reduce_scatter_tensor(part, "sum", 2, name))
+            ops.wait_tensor(ops.all_to_all_single(part, [2, 2], [2, 2], name))
+        whole = {"all_reduce": 16, "all_gather": 32, "reduce_scatter": 16, "all_to_all": 16}
+        assert meter.usage().calls == dict.fromkeys(whole, 1)
+        assert meter.usage().sent == whole
+        with Meter({}) as meter:
+            dist.all_gather(pieces, part)
+        assert meter.usage().sent == {"all_gather": 32}
+        with Meter({}) as meter:
+            whole = functional.all_reduce(part, "sum", dist.group.WORLD) + 1
+        assert (meter.usage().sent, whole.shape) == ({"all_reduce": 16}, (4,))
+        # The argument, what was sent and the sum: the wrapper that waits is none of them.
+        assert meter.usage().peak_bytes == 3 * 16
     finally:
         dist.destroy_process_group()

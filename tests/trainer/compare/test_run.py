@@ -5,15 +5,16 @@ Four processes are started once; every layout of this module runs in them.
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from dataproto_audit.codes import UsageError
+from dataproto_audit.codes import RunError, UsageError
 from dataproto_audit.commands.compare_backends import Reference
-from dataproto_audit.trainer.compare import batches
+from dataproto_audit.trainer.compare import batches, run
 from dataproto_audit.trainer.compare.layouts import parse_layouts
 from dataproto_audit.trainer.compare.pool import Pool
-from dataproto_audit.trainer.compare.run import compare
+from dataproto_audit.trainer.compare.run import check, compare
 from dataproto_audit.trainer.models import TinyModel, write_tiny_model
 
 FAULTS = Path(__file__).parent / "layout_faults.py"
@@ -159,3 +160,35 @@ def test_layouts_that_cannot_work_are_refused_before_anything_starts(batch, mode
     ]:
         with pytest.raises(UsageError, match=fragment):
             compare(batch, parse_layouts(text, model=str(model)), expected=reference, pool=Never())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("megatron:cp=2+packed", "DPA851 .*use_remove_padding packs rows"),
+        ("megatron:pp=2+rows=16", "DPA854 .*1 micro-batches .* 2 pipeline stages"),
+    ],
+)
+def test_limits_of_megatron_hold_for_layouts_as_for_configurations(model, text, message):
+    (layout,) = parse_layouts(text, model=str(model))
+    with pytest.raises(UsageError, match=message):
+        check(layout, rows=16)
+    (layout,) = parse_layouts("megatron:pp=2", model=str(model))
+    check(layout, rows=7)
+
+
+def test_a_layout_that_fails_is_a_result_and_the_next_one_runs(
+    batch, model, reference, monkeypatch
+):
+    def run_layout(batch, layout, pool):
+        raise RunError("DPA864", f"{layout.name} ended.", "Leave it out.")
+
+    monkeypatch.setattr(run, "run_layout", run_layout)
+    pool = SimpleNamespace(start=lambda _: None, close=lambda: None)
+    layouts = parse_layouts("fsdp:1,fsdp:2", model=str(model))
+    results = compare(batch, layouts, expected=reference, pool=pool)
+    assert [one.agree for one in results] == [False, False]
+    assert results[1].to_dict() == {
+        "name": "fsdp:2", "agree": False, "wrong": ["DPA864 fsdp:2 ended. Leave it out."],
+        "ranks": [],
+    }  # fmt: skip

@@ -40,10 +40,10 @@ def faulty_worker() -> type[TrainWorker]:
             )
             from dataproto_audit.trainer.workers.dispatch import Place
 
-            return Place(self.rank, self.rank, self.world_size)
+            return {"actor": Place(self.rank, self.rank, self.world_size)}
 
         def hparams(self):
-            return {}
+            return {"parameters": {}}
 
         def steps(self, faulty, how):
             for k in range(2):

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +30,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise _lacks(folder, f"config.json cannot be read ({error})") from error
-    assert isinstance(config, dict)
+    if not isinstance(config, dict):
+        raise _lacks(folder, "config.json holds no object")
     return config
 
 
@@ -47,7 +49,7 @@ def open_weights(folder: Path) -> Iterator[Weights]:
         tensors: dict[str, Tensor] = {}
         if not readers:
             for file in sorted(folder.glob("pytorch_model*.bin")):
-                tensors |= torch.load(file, map_location="cpu", weights_only=True)
+                tensors |= _load(folder, file)
 
         def read(name: str) -> Tensor:
             if name in tensors:
@@ -58,6 +60,17 @@ def open_weights(folder: Path) -> Iterator[Weights]:
             return tensor
 
         yield read
+
+
+def _load(folder: Path, file: Path) -> dict[str, Tensor]:
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, ValueError, KeyError, UnpicklingError) as error:
+        why = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise _lacks(folder, f"{file.name} cannot be read ({why.rstrip('.')})") from error
+    if not isinstance(found, dict) or not all(isinstance(t, Tensor) for t in found.values()):
+        raise _lacks(folder, f"{file.name} holds no weights by name")
+    return found
 
 
 def _lacks(folder: Path, why: str) -> UsageError:

@@ -20,6 +20,7 @@ from torch import Tensor
 from dataproto_audit.codes import UsageError
 from dataproto_audit.trainer.backends.base import OptimSpec
 from dataproto_audit.trainer.backends.megatron import shims
+from dataproto_audit.trainer.backends.moments import REMEDY, moments_of
 
 NAMES = {"adamw": "adam", "sgd": "sgd"}
 
@@ -120,21 +121,24 @@ class Optimizer:
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Take back :meth:`state`. Every parameter gets a step counter of its own: one that is
-        shared is counted up once for each of them (distrib_optimizer.py:818)."""
+        shared is counted up once for each of them (distrib_optimizer.py:818).
+
+        Raises DPA804 if a parameter lacks its float32 master, or state that others have.
+        """
         for m, member in enumerate(self._members):
-            per_param: dict[int, dict[str, Tensor]] = {}
             parameters = member.get_parameters()
-            for p, param in enumerate(parameters):
-                prefix = f"optim/{m}/{p}/"
-                found = {
-                    key.removeprefix(prefix): value.clone()
-                    for key, value in state.items()
-                    if key.startswith(prefix)
-                }
-                if found:
-                    per_param[p] = found
-                if self._separate:
-                    with torch.no_grad():
-                        param.copy_(state[f"main/{m}/{p}"])
+            found = moments_of(state, [f"{m}/{p}" for p in range(len(parameters))])
+            per_param = {position: kept for position, kept in enumerate(found) if kept}
+            for p, param in enumerate(parameters if self._separate else ()):
+                master = state.get(f"main/{m}/{p}")
+                if master is None or master.shape != param.shape:
+                    raise UsageError(
+                        "DPA804",
+                        f"the checkpoint lacks the float32 master of parameter {m}/{p}, of shape "
+                        f"{tuple(param.shape)}.",
+                        REMEDY,
+                    )
+                with torch.no_grad():
+                    param.copy_(master)
             groups = member.optimizer.state_dict()["param_groups"]
             member.optimizer.load_state_dict({"state": per_param, "param_groups": groups})

@@ -1,0 +1,41 @@
+"""Optimizer state of each parameter, out of a rank's file of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from dataproto_audit.codes import UsageError
+
+STATELESS = "none"
+"""Key of an empty tensor that says: this parameter had no state, as it never had a gradient."""
+REMEDY = "Resume from a whole checkpoint; with some of its state, other steps would follow."
+
+
+def moments_of(state: Mapping[str, Tensor], parameters: Iterable[str]) -> list[dict[str, Tensor]]:
+    """Copies of each parameter's state by key, in the order of ``parameters``.
+
+    Names in ``state`` are ``optim/PARAMETER/KEY``. A checkpoint that was written before the first
+    step holds no state at all, which is no fault. Raises DPA804 if one parameter lacks what others
+    have.
+    """
+    by_name: dict[str, dict[str, Tensor]] = {}
+    for name, value in state.items():
+        if name.startswith("optim/"):
+            parameter, _, key = name.removeprefix("optim/").rpartition("/")
+            by_name.setdefault(parameter, {})[key] = value
+    wanted = {key for found in by_name.values() for key in found} - {STATELESS}
+    out = []
+    for parameter in parameters:
+        found = by_name.get(parameter, {})
+        lacks = sorted(wanted - found.keys())
+        if lacks and STATELESS not in found:
+            raise UsageError(
+                "DPA804",
+                f"the checkpoint lacks the optimizer's {', '.join(lacks)} of parameter "
+                f"{parameter} and holds that of others.",
+                REMEDY,
+            )
+        out.append({key: value.clone() for key, value in found.items() if key != STATELESS})
+    return out
