@@ -82,6 +82,33 @@ def _mixed(words: NDArray[np.uint64]) -> Hashes:
     return out
 
 
+KEY_FIELDS = ("prompts", "responses")
+"""Tensors whose rows, with the uid, make up the identity of a row."""
+
+
+def row_keys(
+    uids: Sequence[Any], parts: Sequence[Hashes], rows: int, *, prompts: Sequence[Any] = ()
+) -> tuple[str, ...]:
+    """Row keys for people: uid, fingerprint of the :data:`KEY_FIELDS` in ``parts``, occurrence.
+
+    ``prompts`` are the uids of the prompts, for rows that do not carry their own yet: they follow
+    from the repeat. Rows whose number does not fit get ``-``.
+    """
+    if not uids and prompts and rows % len(prompts) == 0:
+        uids = [uid for uid in prompts for _ in range(rows // len(prompts))]
+    names = [str(uid) for uid in uids] if len(uids) == rows else ["-"] * rows
+    if parts and names:
+        total = sum(parts[1:], parts[0])
+        marks = total.astype(">u8").tobytes().hex("/", 8).split("/")
+        names = [f"{name}/{mark}" for name, mark in zip(names, marks, strict=True)]
+    seen: dict[str, int] = {}
+    keys = []
+    for name in names:
+        seen[name] = occurrence = seen.get(name, -1) + 1
+        keys.append(f"{name}/{occurrence}")
+    return tuple(keys)
+
+
 def object_hash(values: Sequence[Any]) -> Hashes:
     """The fingerprint of each object by value, ``[len(values)]``."""
     if set(map(type, values)) <= {str}:

@@ -104,3 +104,23 @@ def laid_out(
     out = np.zeros((len(lengths), width, *values.shape[1:]), values.dtype)
     out[row[fits], column[fits]] = values[fits]
     return out
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """A dense, contiguous copy in host memory that nobody else holds."""
+    dense = tensor.detach()
+    if dense.layout != torch.strided:
+        dense = dense.to_dense()
+    if dense.device.type != "cpu":
+        return dense.to("cpu").resolve_conj().contiguous()
+    return dense.clone(memory_format=torch.contiguous_format)
+
+
+def flat_parts(tensor: Any) -> tuple[Tensor, Tensor]:
+    """Values of all rows one after another, and the offsets of the rows."""
+    if is_plain_jagged(tensor):
+        return host_copy(tensor.values()), host_copy(tensor.offsets())
+    rows = ragged_rows(tensor)
+    lengths = torch.tensor([0, *(len(row) for row in rows)], dtype=torch.int64)
+    values = torch.cat([host_copy(row) for row in rows]) if rows else torch.zeros(0)
+    return values.to(tensor.dtype), lengths.cumsum(0)

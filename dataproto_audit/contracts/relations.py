@@ -14,9 +14,9 @@ import numpy as np
 
 from dataproto_audit.contracts.check import Violation
 from dataproto_audit.contracts.dims import expected_rows, factor_story
-from dataproto_audit.contracts.rows import KEY_FIELDS, Index, RowState, alike, differing
+from dataproto_audit.contracts.rows import Index, RowState, alike, differing
 from dataproto_audit.contracts.stages import Stage
-from dataproto_audit.fingerprint import Hashes, object_hash
+from dataproto_audit.fingerprint import KEY_FIELDS, Hashes, object_hash
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataproto_audit.batch import BatchView
-from dataproto_audit.fingerprint import Hashes, frozen, object_hash
+from dataproto_audit.fingerprint import KEY_FIELDS, Hashes, frozen, object_hash, row_keys
 
 Index = NDArray[np.int64]
-
-KEY_FIELDS = ("prompts", "responses")
-"""Tensors whose rows, with the uid, make up the identity of a row."""
 
 
 class RowState:
@@ -119,26 +116,11 @@ class RowState:
             return ""
         return f"{int(self.hashes(name).sum(dtype=np.uint64)):016x}"
 
-    def keys(self, uids: Sequence[Any] | None = None) -> tuple[str, ...]:
-        """Row keys for people: uid, fingerprint of prompt and response, occurrence.
-
-        ``uids`` stands in where the batch does not carry its own yet.
-        """
-        uids = self.objects.get("uid", uids)
-        if uids is None or len(uids) != self.rows:
-            uids = ["-"] * self.rows
-        names = [str(uid) for uid in uids]
+    def keys(self, prompts: Sequence[Any] = ()) -> tuple[str, ...]:
+        """Row keys for people (:func:`row_keys`). ``prompts`` are the uids of the prompts, which
+        stand in where the batch does not carry its own yet."""
         parts = [self.hashes(n) for n in KEY_FIELDS if n in self.view.tensors and self.whole(n)]
-        if parts and names:
-            total = sum(parts[1:], parts[0])
-            marks = total.astype(">u8").tobytes().hex("/", 8).split("/")
-            names = [f"{name}/{mark}" for name, mark in zip(names, marks, strict=True)]
-        seen: dict[str, int] = {}
-        keys = []
-        for name in names:
-            seen[name] = occurrence = seen.get(name, -1) + 1
-            keys.append(f"{name}/{occurrence}")
-        return tuple(keys)
+        return row_keys(self.objects.get("uid", ()), parts, self.rows, prompts=prompts)
 
 
 def differing(old: Sequence[Any], new: Sequence[Any]) -> Iterator[int]:

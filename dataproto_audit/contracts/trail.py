@@ -91,11 +91,7 @@ class Trail:
 
     def keys(self, state: RowState) -> tuple[str, ...]:
         """Row keys; until the batch carries uids they follow from the prompts and the repeat."""
-        uids = self.origin.objects.get("uid") if self.origin else None
-        if uids and "uid" not in state.objects:
-            copies = max(1, state.rows // len(uids))
-            uids = [uid for uid in uids for _ in range(copies)]
-        return state.keys(uids)
+        return state.keys(self.origin.objects.get("uid", ()) if self.origin else ())
 
     def _entered(self, stage: type[Stage], previous: RowState | None, state: RowState) -> Crossing:
         seen = Crossing(state, previous, "unchanged", "DPA113")

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -23,7 +22,7 @@ from dataproto_audit._protocol.safe.torch_values import jagged
 from dataproto_audit.atomic import atomic_write_bytes
 from dataproto_audit.codes import RunError, UsageError
 from dataproto_audit.dump.trace_json import Decoder, Encoder
-from dataproto_audit.storage import listed, ragged_rows
+from dataproto_audit.storage import flat_parts, listed
 
 FORMAT, SCHEMA = "dataproto_audit.batch", 1
 SUFFIX = ".safetensors"
@@ -47,10 +46,7 @@ def write_portable(path: str | PathLike[str], batch: Mapping[str, Any]) -> tuple
     for name, tensor in batch["batch"].items():
         fields[name] = {"kind": "jagged" if tensor.is_nested else "padded"}
         if tensor.is_nested:
-            rows = ragged_rows(tensor)
-            lengths = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int64)
-            tensors[f"{name}.values"] = torch.cat(rows) if rows else torch.zeros(0)
-            tensors[f"{name}.offsets"] = torch.from_numpy(lengths)
+            tensors[f"{name}.values"], tensors[f"{name}.offsets"] = flat_parts(tensor)
         else:
             tensors[name] = tensor.detach()
     arrays = {n: encode(listed(a)) for n, a in batch["non_tensor_batch"].items()}

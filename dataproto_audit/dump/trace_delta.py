@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -24,10 +23,9 @@ from dataproto_audit.dump.trace_copy import copied
 from dataproto_audit.dump.trace_format import STORABLE, Stored, boundary_name, dtype_name
 from dataproto_audit.dump.trace_json import is_storable
 from dataproto_audit.findings import Report, When
-from dataproto_audit.fingerprint import Hashes
-from dataproto_audit.storage import is_plain_jagged, ragged_rows
+from dataproto_audit.fingerprint import KEY_FIELDS, Hashes, row_keys
+from dataproto_audit.storage import flat_parts, host_copy
 
-KEY_FIELDS = ("prompts", "responses")
 _LENGTH = np.uint64(0x9E3779B97F4A7C15)
 RowKeys = Sequence[str] | Callable[[], Sequence[str]] | None
 
@@ -149,7 +147,7 @@ class StepDelta:
         """
         hashes = [view.row_hashes(n) for n in KEY_FIELDS if n in view.tensors]
         if [*map(id, hashes)] != [*map(id, self._marked)] or view.rows != len(self._now):
-            self._marked, self._now = hashes, _marks(view)
+            self._marked, self._now = hashes, row_marks(view)
         marks, uids = self._now, view.arrays.get("uid")
         if uids is not None and not any(field in view.tensors for field in KEY_FIELDS):
             self._prompts = uids.tolist()  # of prompts, before they are repeated
@@ -195,7 +193,7 @@ class StepDelta:
             f"{printed:016x}", made.name, name,
         )  # fmt: skip
         if jagged:
-            made.tensors[f"{name}.values"], made.tensors[f"{name}.offsets"] = _flat(tensor)
+            made.tensors[f"{name}.values"], made.tensors[f"{name}.offsets"] = flat_parts(tensor)
         else:
             made.tensors[name] = host_copy(tensor)
         self._content.setdefault(mark, []).append((hashes, stored))
@@ -221,7 +219,7 @@ class StepDelta:
         return _Known(stored, form, objects=kept), False
 
 
-def _marks(view: BatchView) -> Hashes:
+def row_marks(view: BatchView) -> Hashes:
     """What tells rows apart here: the fingerprint of prompt and response, ``[rows]``."""
     out = np.zeros(view.rows, np.uint64)
     for name in KEY_FIELDS:
@@ -281,37 +279,6 @@ def own_keys(view: BatchView, prompts: Sequence[Any] = ()) -> tuple[str, ...]:
     ``prompts`` are the uids of the prompts, for a batch that does not carry its own yet.
     """
     uids = np.atleast_1d(view.arrays["uid"]).tolist() if "uid" in view.arrays else []
-    if not uids and prompts and view.rows % len(prompts) == 0:
-        uids = [uid for uid in prompts for _ in range(view.rows // len(prompts))]
-    names = [str(uid) for uid in uids] if len(uids) == view.rows else ["-"] * view.rows
     parts = [view.row_hashes(n) for n in KEY_FIELDS if n in view.tensors and view.tensors[n].dim()]
     parts = [part for part in parts if len(part) == view.rows]
-    if parts:
-        total = sum(parts[1:], parts[0])
-        names = [f"{name}/{int(mark):016x}" for name, mark in zip(names, total, strict=True)]
-    seen: dict[str, int] = {}
-    keys = []
-    for name in names:
-        seen[name] = occurrence = seen.get(name, -1) + 1
-        keys.append(f"{name}/{occurrence}")
-    return tuple(keys)
-
-
-def host_copy(tensor: Tensor) -> Tensor:
-    """A dense, contiguous copy in host memory that nobody else holds."""
-    dense = tensor.detach()
-    if dense.layout != torch.strided:
-        dense = dense.to_dense()
-    if dense.device.type != "cpu":
-        return dense.to("cpu").resolve_conj().contiguous()
-    return dense.clone(memory_format=torch.contiguous_format)
-
-
-def _flat(tensor: Any) -> tuple[Tensor, Tensor]:
-    """Values of all rows one after another, and the offsets of the rows."""
-    if is_plain_jagged(tensor):
-        return host_copy(tensor.values()), host_copy(tensor.offsets())
-    rows = ragged_rows(tensor)
-    lengths = torch.tensor([0, *(len(row) for row in rows)], dtype=torch.int64)
-    values = torch.cat([host_copy(row) for row in rows]) if rows else torch.zeros(0)
-    return values.to(tensor.dtype), lengths.cumsum(0)
+    return row_keys(uids, parts, view.rows, prompts=prompts)

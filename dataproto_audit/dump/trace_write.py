@@ -104,11 +104,15 @@ class TraceWriter:
     def begin_step(self, step: int | None) -> None:
         """Begin a step; one that is open is ended first."""
         self.end_step()
-        number, self._last = int(step or 0), None
+        self._begun(int(step or 0))
+
+    def _begun(self, number: int) -> _Step:
+        self._last = None
         if self._append and number not in self._numbers:
             self._numbers[number] = len(whole_step(self.folder, number).get("boundaries", ()))
-        self._step = _Step(number, StepDelta(self._numbers.get(number, 0)))
-        self._step.streamed = self.retention.streams(number)
+        step = self._step = _Step(number, StepDelta(self._numbers.get(number, 0)))
+        step.streamed = self.retention.streams(number)
+        return step
 
     def at_step(self, step: int | None) -> None:
         """Begin ``step`` unless it is the open one; the one that ended last is opened again."""
@@ -144,10 +148,7 @@ class TraceWriter:
         ``report`` is what the checks said. Outside :meth:`begin_step` the step is 0.
         """
         self._raise()
-        if self._step is None:
-            self.begin_step(0)
-        step = self._step
-        assert step is not None
+        step = self._step or self._begun(0)
         snapshot = step.delta.take(
             stage, BatchView.of(batch), when=when, part=part, row_keys=row_keys,
             evidence=evidence, report=report,

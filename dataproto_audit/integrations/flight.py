@@ -43,14 +43,9 @@ def keep(
     make a step of their own, or join one that was kept before. What cannot be recorded is left out:
     the folders that are returned are on the disk. Raises ``RunError`` DPA802.
     """
-    own = None
-    if trace is None:
-        told = asdict(settings or Settings())
-        own = TraceWriter(folder / TRACE_DIR, retention="all", settings=told, append=True)
-    writer = trace or own
-    assert writer is not None
-    made = []
-    with own or nullcontext():
+    told, made = asdict(settings or Settings()), []
+    alone = TraceWriter(folder / TRACE_DIR, retention="all", settings=told, append=True)
+    with alone if trace is None else nullcontext(trace) as writer:
         writer.at_step(step)
         for name, batch in batches.items():
             try:

@@ -49,7 +49,7 @@ class Session:
         self.cpu_s, self._depth = 0.0, 0
         self.steps = 0
         self.folder = self._folder(experiment, config) if options.tables else None
-        self.trace = self._trace() if self.folder and options.trace != "off" else None
+        self.trace = self._trace(self.folder) if self.folder and options.trace != "off" else None
         self.auditor = Auditor(
             self.settings,
             level=options.level,  # type: ignore[arg-type] # one of LEVELS: options checked it
@@ -73,10 +73,9 @@ class Session:
             log.error("%s Nothing is written; the checks go on.", error)
             return None
 
-    def _trace(self) -> TraceWriter:
-        assert self.folder is not None
+    def _trace(self, folder: RunFolder) -> TraceWriter:
         return TraceWriter(
-            self.folder.path / TRACE_DIR,
+            folder.path / TRACE_DIR,
             retention=self.options.trace,
             settings=asdict(self.settings),
         )

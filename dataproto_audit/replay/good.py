@@ -20,6 +20,7 @@ from dataproto_audit.batch import BatchView
 from dataproto_audit.codes import UsageError
 from dataproto_audit.contracts.stages import STAGES
 from dataproto_audit.dump.trace import Boundary, Trace
+from dataproto_audit.dump.trace_delta import row_marks
 from dataproto_audit.fingerprint import frozen
 from dataproto_audit.probes import Settings
 from dataproto_audit.probes.noise import noise_between
@@ -229,10 +230,7 @@ def _pairs(view: BatchView, other: BatchView) -> tuple[Any, Any, Any]:
     """Positions of equal rows in both batches, and a mark for each pair."""
     sides = []
     for one in (view, other):
-        marks = np.zeros(one.rows, np.uint64)
-        for name in ("prompts", "responses"):
-            if name in one.tensors:
-                marks = marks * np.uint64(0x9E3779B97F4A7C15) + one.row_hashes(name)
+        marks = row_marks(one)
         seen: dict[int, int] = {}
         listed = []
         for mark in marks.tolist():

@@ -31,7 +31,7 @@ from dataproto_audit.trainer.backends.base import (
     OptimSpec,
     TokenOutputs,
 )
-from dataproto_audit.trainer.backends.moments import STATELESS, moments_of
+from dataproto_audit.trainer.backends.moments import STATELESS, moments_of, weight_of
 from dataproto_audit.trainer.backends.scoring import TokenScoring
 from dataproto_audit.trainer.backends.shards import ShardSpec, dtype_name
 from dataproto_audit.trainer.backends.ulysses import sequence_group
@@ -192,15 +192,7 @@ class FSDPBackend(Backend):
     def load_state(self, state: dict[str, Tensor]) -> None:
         """See :meth:`Backend.load_state`."""
         for name, (piece, _) in self._shards.items():
-            given = state.get(f"model/{name}")
-            if given is None or given.shape != piece.shape or given.dtype != piece.dtype:
-                raise UsageError(
-                    "DPA804",
-                    f"the checkpoint does not fit the model: {name} is "
-                    f"{'missing' if given is None else tuple(given.shape)}, "
-                    f"the model has {tuple(piece.shape)}.",
-                    "Resume with the model, ranks and wrapping it was written with.",
-                )
+            given = weight_of(state, f"model/{name}", name, piece, wrote="wrapping")
             with torch.no_grad():
                 piece.copy_(given)
         self.weights_changed()

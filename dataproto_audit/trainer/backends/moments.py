@@ -1,4 +1,4 @@
-"""Optimizer state of each parameter, out of a rank's file of a checkpoint."""
+"""Weights and optimizer state of each parameter, out of a rank's file of a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,6 +11,25 @@ from dataproto_audit.codes import UsageError
 STATELESS = "none"
 """Key of an empty tensor that says: this parameter had no state, as it never had a gradient."""
 REMEDY = "Resume from a whole checkpoint; with some of its state, other steps would follow."
+
+
+def weight_of(
+    state: Mapping[str, Tensor], key: str, name: str, piece: Tensor, *, wrote: str
+) -> Tensor:
+    """``state[key]``, which must be like ``piece``, the weight ``name`` of the model.
+
+    ``wrote`` says what else must be as it was when the checkpoint was written. Raises DPA804.
+    """
+    given = state.get(key)
+    if given is None or given.shape != piece.shape or given.dtype != piece.dtype:
+        raise UsageError(
+            "DPA804",
+            f"the checkpoint does not fit the model: {name} is "
+            f"{'missing' if given is None else tuple(given.shape)}, "
+            f"the model has {tuple(piece.shape)}.",
+            f"Resume with the model, ranks and {wrote} it was written with.",
+        )
+    return given
 
 
 def moments_of(state: Mapping[str, Tensor], parameters: Iterable[str]) -> list[dict[str, Tensor]]:

@@ -23,6 +23,7 @@ from dataproto_audit.trainer.backends.base import (
 )
 from dataproto_audit.trainer.backends.megatron import files, shims, weights
 from dataproto_audit.trainer.backends.megatron.options import MegatronOptions
+from dataproto_audit.trainer.backends.moments import weight_of
 from dataproto_audit.trainer.backends.shards import ShardSpec, fill
 
 with shims.importing():
@@ -192,15 +193,8 @@ class MegatronBackend(Backend):
         """See :meth:`Backend.load_state`."""
         for number, chunk in enumerate(self._chunks):
             for name, param in chunk.named_parameters():
-                given = state.get(f"model/{number}/{name}")
-                if given is None or given.shape != param.shape or given.dtype != param.dtype:
-                    raise UsageError(
-                        "DPA804",
-                        f"the checkpoint does not fit the model: {name} is "
-                        f"{'missing' if given is None else tuple(given.shape)}, "
-                        f"the model has {tuple(param.shape)}.",
-                        "Resume with the model, ranks and megatron sizes it was written with.",
-                    )
+                key = f"model/{number}/{name}"
+                given = weight_of(state, key, name, param, wrote="megatron sizes")
                 with torch.no_grad():
                     param.copy_(given)
         self.weights_changed()
