@@ -1,7 +1,9 @@
 """Settings for all tests, and the check that engine tests leave no process behind."""
 
 import os
+import sys
 import uuid
+from types import SimpleNamespace
 
 # Before torch is imported anywhere: two OpenMP threads on two busy cores wait for each other, and
 # float sums must not depend on the machine. The rest keeps engines quiet and off the network.
@@ -93,3 +95,23 @@ def _engine_modules_leave_no_process(request: pytest.FixtureRequest) -> Iterator
     yield
     if engines:
         _assert_none_left(before, grace_s=20)
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """``call(*args, check=CODE)`` runs the command line in this process."""
+    from dataproto_audit import cli
+
+    def run(*args, check=0):
+        monkeypatch.setattr(sys, "argv", ["dataproto-audit", *map(str, args)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as stopped:
+            code = stopped.code or 0
+        out, err = capsys.readouterr()
+        assert code == check, err
+        assert "Traceback" not in err
+        return SimpleNamespace(stdout=out, stderr=err)
+
+    return run

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,25 +13,6 @@ from dataproto_audit.protocol import DataProto
 from dataproto_audit.testing.faults import FAULTS
 from dataproto_audit.testing.recipes import cook
 from dataproto_audit.trainer.config import load_config
-
-
-@pytest.fixture
-def call(monkeypatch, capsys):
-    """``call(*args, check=CODE)`` runs the command line in this process."""
-
-    def run(*args, check):
-        monkeypatch.setattr(sys, "argv", ["dataproto-audit", *args])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as stopped:
-            code = stopped.code or 0
-        out, err = capsys.readouterr()
-        assert code == check, err
-        assert "Traceback" not in err
-        return SimpleNamespace(stdout=out, stderr=err)
-
-    return run
 
 
 def test_it_runs_as_a_module():

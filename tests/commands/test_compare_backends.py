@@ -1,34 +1,20 @@
 """``compare-backends``: what it refuses, what it answers, and its exit codes."""
 
 import json
-import sys
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 import torch
 
-from dataproto_audit import cli
 from dataproto_audit.commands import compare_backends as command
 from dataproto_audit.trainer.compare.batches import demo_batch
 from dataproto_audit.trainer.models import TinyModel, write_tiny_model
 
 
 @pytest.fixture
-def call(monkeypatch, capsys):
+def call(call):
     """``call(*args, check=CODE)`` runs the command in this process."""
-
-    def run(*args, check):
-        monkeypatch.setattr(sys, "argv", ["dataproto-audit", "compare-backends", *args])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as stopped:
-            code = stopped.code or 0
-        out, err = capsys.readouterr()
-        assert code == check, err
-        return SimpleNamespace(stdout=out, stderr=err)
-
-    return run
+    return partial(call, "compare-backends")
 
 
 @pytest.fixture

@@ -1,34 +1,14 @@
 """shrink, bundle and convert from the command line: exit codes, keys, errors as one paragraph."""
 
 import json
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from dataproto_audit import cli
 from dataproto_audit.protocol import DataProto
 from dataproto_audit.testing.healthy import Options, boundaries
 
 KEYS = {"code", "rows", "groups", "tokens", "predicate_calls", "out_dir", "test_file"}
-
-
-@pytest.fixture
-def call(monkeypatch, capsys):
-    def run(*args, check=0):
-        monkeypatch.setattr(sys, "argv", ["dataproto-audit", *map(str, args)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as stopped:
-            code = stopped.code or 0
-        out, err = capsys.readouterr()
-        assert code == check, err
-        assert "Traceback" not in err
-        return SimpleNamespace(stdout=out, stderr=err)
-
-    return run
 
 
 @pytest.fixture
