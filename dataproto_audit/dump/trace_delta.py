@@ -27,6 +27,7 @@ from dataproto_audit.fingerprint import KEY_FIELDS, Hashes, row_keys
 from dataproto_audit.storage import flat_parts, host_copy
 
 _LENGTH = np.uint64(0x9E3779B97F4A7C15)
+_PLAIN = frozenset({str, int, bool, float})
 RowKeys = Sequence[str] | Callable[[], Sequence[str]] | None
 
 
@@ -266,10 +267,13 @@ def _identical(old: NDArray[Any], new: NDArray[Any]) -> bool:
         return True
     if old.dtype != object or old.ndim != 1:
         return bool(old.shape == new.shape and old.dtype.kind in "iufbU" and (old == new).all())
-    plain = (str, int, bool, float)
+    olds, news = old.tolist(), new.tolist()
+    kinds = [*map(type, olds)]
+    if _PLAIN.issuperset(kinds) and kinds == [*map(type, news)]:
+        return bool(olds == news)
     return all(
-        a is b or (type(a) is type(b) and type(a) in plain and a == b)
-        for a, b in zip(old.tolist(), new.tolist(), strict=True)
+        a is b or (type(a) is type(b) and type(a) in _PLAIN and a == b)
+        for a, b in zip(olds, news, strict=True)
     )
 
 
