@@ -46,7 +46,8 @@ def _compiled() -> Any:
         return None
     from numba import njit
 
-    compile_ = njit(cache=True, nogil=True)
+    # Sums may be taken in any order, so that they run in vector registers.
+    compile_ = njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"})
     return SimpleNamespace(**{loop.__name__[1:]: compile_(loop) for loop in _LOOPS})
 
 
@@ -63,28 +64,51 @@ def _hash_rows(words: NDArray[Any], multipliers: NDArray[np.uint64]) -> NDArray[
     return out
 
 
+def _count_rows(flags: NDArray[np.uint8]) -> NDArray[np.int64]:
+    rows, width = flags.shape
+    out = np.empty(rows, np.int64)
+    for row in range(rows):
+        total = 0
+        for column in range(width):
+            total += flags[row, column]
+        out[row] = total
+    return out
+
+
 def _masked_gap(
     left: NDArray[Any], right: NDArray[Any], mask: NDArray[np.bool_]
 ) -> tuple[NDArray[np.float64], int, float, float, float]:
     rows, width = left.shape
     row_max = np.zeros(rows, np.float64)
+    gaps, sizes = np.empty(width, np.float64), np.empty(width, np.float64)
+    bits = sizes.view(np.int64)  # of floats >= 0 their bits have the order of their values
+    largest = np.zeros(1, np.int64)
     tokens, absolute, signed, k3 = 0, 0.0, 0.0, 0.0
     for row in range(rows):
-        largest = 0.0
+        count = 0
         for column in range(width):
-            if mask[row, column]:
-                gap = np.float64(left[row, column]) - np.float64(right[row, column])
-                size = abs(gap)
-                if size < math.inf:  # false for NaN, too
-                    largest = max(largest, size)
-                    tokens += 1
-                    absolute += size
-                    signed += gap
-                    if size <= 0.01:  # the series of probes.scan, within 1e-10
-                        k3 += gap * gap * (0.5 + gap * (1 / 6 + gap * (1 / 24 + gap / 120)))
-                    else:
-                        k3 += math.expm1(min(max(gap, -20.0), 20.0)) - gap
-        row_max[row] = largest
+            gap = np.float64(left[row, column]) - np.float64(right[row, column])
+            size = abs(gap)
+            counted = mask[row, column] & (size < math.inf)  # false for NaN, too
+            gaps[column] = gap if counted else 0.0
+            sizes[column] = size if counted else 0.0
+            count += counted
+        most, row_absolute, row_signed, row_k3 = np.int64(0), 0.0, 0.0, 0.0
+        for column in range(width):
+            gap, size = gaps[column], sizes[column]
+            most = max(most, bits[column])
+            row_absolute += size
+            row_signed += gap
+            series = gap * gap * (0.5 + gap * (1 / 6 + gap * (1 / 24 + gap / 120)))
+            row_k3 += series if size <= 0.01 else 0.0  # the series of probes.scan, within 1e-10
+        largest[0] = most
+        row_max[row] = largest.view(np.float64)[0]
+        if row_max[row] > 0.01:
+            for column in range(width):
+                if sizes[column] > 0.01:
+                    row_k3 += math.expm1(min(max(gaps[column], -20.0), 20.0)) - gaps[column]
+        tokens, absolute = tokens + count, absolute + row_absolute
+        signed, k3 = signed + row_signed, k3 + row_k3
     return row_max, tokens, absolute, signed, k3
 
 
@@ -138,26 +162,30 @@ def _changes_direction(attended: NDArray[np.uint8], prompt: int) -> bool:
 
 
 def _range_where(
-    values: NDArray[Any], where: NDArray[np.bool_], empty: tuple[Any, Any]
+    values: NDArray[Any], where: NDArray[np.bool_], turn: Any, empty: tuple[Any, Any], odd: Any
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Smallest and largest value of each row; NaN spreads, ``empty`` stands for no value."""
+    """Smallest and largest integer of each row, in the order with negative ones xor ``turn``.
+
+    ``empty`` stands for no value, and ``odd`` for a range that goes beyond it.
+    """
     rows, width = values.shape
     low, high = np.empty(rows, values.dtype), np.empty(rows, values.dtype)
     for row in range(rows):
-        least, most, odd = empty[0], empty[1], False
+        least, most = empty
         for column in range(width):
-            if where[row, column]:
-                value = values[row, column]
-                least = value if value < least else least
-                most = value if value > most else most
-                odd |= value != value
-        low[row], high[row] = least, most
-        if odd:
-            low[row] = high[row] = math.nan
+            value, there = values[row, column], where[row, column]
+            value ^= turn if value < 0 else 0
+            least = min(least, value if there else empty[0])
+            most = max(most, value if there else empty[1])
+        if least < empty[1] or most > empty[0]:
+            low[row] = high[row] = odd
+        else:
+            low[row] = least ^ (turn if least < 0 else 0)
+            high[row] = most ^ (turn if most < 0 else 0)
     return low, high
 
 
 _LOOPS = (
-    _hash_rows, _masked_gap, _positions_wrong, _ids_differ, _beyond_bits, _changes_direction,
-    _range_where,
+    _hash_rows, _count_rows, _masked_gap, _positions_wrong, _ids_differ, _beyond_bits,
+    _changes_direction, _range_where,
 )  # fmt: skip

@@ -185,8 +185,9 @@ def _unattended_range(block: Block) -> tuple[int, int] | None:
     """Smallest and largest id off the attention mask; None without any."""
     ids = block["input_ids"]
     if (compiled := fast.loops(ids.size)) is not None:
-        limits = np.iinfo(ids.dtype)
-        low, high = compiled.range_where(ids, ~block.attended, (limits.max, limits.min))
+        limits, kind = np.iinfo(ids.dtype), ids.dtype.type
+        empty = kind(limits.max), kind(limits.min)
+        low, high = compiled.range_where(ids, ~block.attended, kind(0), empty, kind(0))
         least, most = int(low.min()), int(high.max())
         return None if least > most else (least, most)
     ids = ids[~block.attended]
