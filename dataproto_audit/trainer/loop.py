@@ -33,6 +33,15 @@ STAGES = (
 Work = Callable[[DataProto], DataProto]
 
 
+def stages_of(config: DictConfig) -> tuple[str, ...]:
+    """The stages of :data:`STAGES` that a run of ``config`` goes through."""
+    trainer, actor = config.trainer, config.actor_rollout_ref.actor
+    left_out = set() if actor.use_kl_loss else {"ref_log_prob"}
+    if trainer.test_freq <= 0 and not trainer.val_before_train:
+        left_out.add("validation")
+    return tuple(stage for stage in STAGES if stage not in left_out)
+
+
 class Prompts(Protocol):
     """Batches of prompts, the same one for the same step."""
 

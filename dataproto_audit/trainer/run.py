@@ -30,7 +30,7 @@ from dataproto_audit.trainer.callbacks import Callbacks
 from dataproto_audit.trainer.cpu import CpuMeter
 from dataproto_audit.trainer.data import warmup_batch
 from dataproto_audit.trainer.evidence import SyncProbe, audit_settings
-from dataproto_audit.trainer.loop import STAGES, Loop
+from dataproto_audit.trainer.loop import Loop, stages_of
 from dataproto_audit.trainer.parts import build_parts
 from dataproto_audit.trainer.preflight import Inputs, prepare, settle_model
 from dataproto_audit.trainer.resume import CHECKPOINTS, MODEL, Resumed
@@ -105,7 +105,8 @@ def run(config: DictConfig, *, callbacks: Callbacks | None = None) -> Result:
             workers.load_checkpoint(checkpoint.path)
             loop.rewards += checkpoint.extra["rewards"]
         meter.start([os.getpid(), *workers.pids, int((rollout.info or {})["pid"])])
-        progress.start(int(config.trainer.total_training_steps), STAGES, first_step=loop.step + 1)
+        total, stages = int(config.trainer.total_training_steps), stages_of(config)
+        progress.start(total, stages, first_step=loop.step + 1)
         stopped_by: AuditError | None = None
         try:
             loop.fit()
@@ -169,7 +170,7 @@ def plan(config: DictConfig) -> dict[str, Any]:
         "mini_batches_per_step": rows // mini * roles.actor.ppo_epochs,
         "rows_per_mini_batch_and_rank": mini // chunks,
         "engine": roles.rollout.name,
-        "stages": [s for s in STAGES if s != "ref_log_prob" or roles.actor.use_kl_loss],
+        "stages": list(stages_of(config)),
         "steps": config.trainer.total_training_steps,
         "resumes_after": prepared.place.checkpoint.step if prepared.place.checkpoint else None,
         "audit": {"level": config.audit.level, "on_fail": config.audit.on_fail},
