@@ -141,16 +141,21 @@ def _wrong_tensors(view: BatchView, factors: Mapping[str, int]) -> Iterable[Viol
     with jaxtyped("context"):
         if not isinstance(bound, _SIZES):
             raise RuntimeError("sizes could not be bound")
-        wrong = [
-            field
-            for field in declared
-            if not view.tensors[field.name].is_nested
-            and (
-                _misshapen(field, view.tensors[field.name])
-                if _unbound(field, sizes)
-                else not isinstance(view.tensors[field.name], field.annotation)
-            )
-        ]
+        known: dict[tuple[object, ...], bool] = {}  # fields declared alike, of tensors made alike
+        wrong = []
+        for field in declared:
+            tensor = view.tensors[field.name]
+            if tensor.is_nested:
+                continue
+            alike = (field.annotation, tensor.dtype, tensor.shape)
+            if alike not in known:
+                known[alike] = (
+                    _misshapen(field, tensor)
+                    if _unbound(field, sizes)
+                    else not isinstance(tensor, field.annotation)
+                )
+            if known[alike]:
+                wrong.append(field)
     for field in wrong:
         yield _explain(field, view, sizes, factors)
     for field in declared:
