@@ -5,6 +5,7 @@ trace alone is what bisect gets, once with the models of the step and once witho
 drawn at random from faults of different stages that share a base.
 
 Usage: python benchmarks/bench_bisect.py [--seed 0] [--pairs 200] [--misses] [--json]
+       [--models with|without]
 """
 
 from __future__ import annotations
@@ -137,10 +138,12 @@ def main() -> None:
     parser.add_argument("--misses", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--no-healthy", action="store_true")
+    parser.add_argument("--models", choices=("both", "with", "without"), default="both")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     answer: dict[str, Any] = {}
-    for model in (True, False):
+    runs = {"both": (True, False), "with": (True,), "without": (False,)}
+    for model in runs[given.models]:
         with_model = "with models" if model else "without models"
         parts = {"alone": singles(), "in pairs": pairs(given.pairs, given.seed)}
         for name, work in parts.items():

@@ -4,7 +4,7 @@ A fault counts as small where at most two rows, or one group, and at most 16 att
 left. That the answer is 1-minimal is verified by trying to leave out each single thing once more.
 Faults that no check finds in such a batch are listed and not counted.
 
-    python benchmarks/bench_shrink.py [FAULT ...] [--small]
+    python benchmarks/bench_shrink.py [FAULT ...] [--small] [--every K]    (each K-th fault)
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     small = "--small" in sys.argv
     names = [name for name in sys.argv[1:] if name in CATALOGUE] or list(CATALOGUE)
+    if "--every" in sys.argv:
+        names = names[:: int(sys.argv[sys.argv.index("--every") + 1])]
     few, minimal, tried, not_found = [], 0, 0, []
     times, calls, large = [], [], []
     for name in names:

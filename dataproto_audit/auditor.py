@@ -266,7 +266,7 @@ class Auditor:
         if crossing is not None:
             self._guarded("DPA903", "tables", report, self.recorder.boundary, stage, crossing,
                           context, report)  # fmt: skip
-            self._traced(self.recorder.trace, stage, crossing, context, report, self._trail.keys)
+            self._traced(self.recorder.trace, stage, crossing, context, report, self._trail.later)
         self._count(report)
 
     def _traced(self, record: Callable[..., Any], *args: Any) -> None:

@@ -7,7 +7,6 @@ this package, 130 interrupted. With ``--json`` stdout carries one JSON document 
 from __future__ import annotations
 
 import difflib
-import json
 import sys
 import traceback
 from contextlib import redirect_stdout
@@ -18,7 +17,8 @@ import typer
 
 from dataproto_audit import __version__
 from dataproto_audit.codes import CODES, CodedError, InternalError, UsageError
-from dataproto_audit.commands import compare_backends, reduce, traces
+from dataproto_audit.commands import check, compare_backends, reduce, traces
+from dataproto_audit.commands.output import print_json, printed, say, stop
 
 app = typer.Typer(
     name="dataproto-audit",
@@ -32,45 +32,34 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdou
 
 
 def main() -> None:
-    """Entry point of ``dataproto-audit`` and ``dpa``: runs a command, prints errors as text."""
+    """Entry point of ``dataproto-audit`` and ``dpa``: runs a command, prints errors as text.
+
+    With ``--json`` an error is a document on stdout, too, unless the command has answered already.
+    """
+    printed.clear()
     try:
         code = app(standalone_mode=False)
     except CodedError as error:
-        _say(str(error))
-        sys.exit(error.exit_code)
+        sys.exit(stop(error))
     except (typer.Abort, KeyboardInterrupt):
         code = INTERRUPTED
     except BrokenPipeError:
         sys.exit(0)
     except Exception as error:  # noqa: BLE001 - the last stop: reported, exit code 4
         if hasattr(error, "format_message"):  # click's own usage errors
-            _say(f"{error.format_message()} See dataproto-audit --help.")
-            sys.exit(2)
+            said = UsageError("DPA851", error.format_message(), "See dataproto-audit --help.")
+            sys.exit(stop(said))
         place = traceback.extract_tb(error.__traceback__)[-1]
         fault = InternalError(
             "DPA901",
             f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno}).",
             "This is a fault of dataproto-audit; please report it with the command line.",
         )
-        _say(str(fault))
-        sys.exit(fault.exit_code)
+        sys.exit(stop(fault))
     if code:  # what a command raised as typer.Exit, and 130 for Ctrl-C
         if code == INTERRUPTED:
-            _say("interrupted")
+            say("interrupted")
         sys.exit(code)
-
-
-def _say(text: str) -> None:
-    print(_plain(text), file=sys.stderr, flush=True)
-
-
-def _plain(text: str) -> str:
-    """``text`` without what names of files and fields could write to a terminal."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in text)
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value), flush=True)
 
 
 @app.callback(invoke_without_command=True)
@@ -103,7 +92,7 @@ def train(
 
         planned = plan(loaded)
         if as_json:
-            _print_json(planned)
+            print_json(planned)
         else:
             from dataproto_audit.render.plan import print_plan
 
@@ -114,7 +103,7 @@ def train(
 
         result = run(loaded, callbacks=callbacks)
     if as_json:
-        _print_json(result.summary)
+        print_json(result.summary)
     if result.stopped_by:
         raise result.stopped_by
     from dataproto_audit.render.terminal import final_summary
@@ -161,69 +150,11 @@ def _injected(text: str | None, *, last_step: int | None = None) -> Any:
 
 
 @app.command()
-def check(
-    paths: Annotated[list[Path] | None, typer.Argument(help="Saved batches, or folders.")] = None,
-    stage: Annotated[str | None, typer.Option(help="Stage that the batch has just left.")] = None,
-    before: Annotated[Path | None, typer.Option(help="The batch at an earlier boundary.")] = None,
-    history: Annotated[Path | None, typer.Option(help="Metrics of the steps, JSONL.")] = None,
-    model: Annotated[str | None, typer.Option(help="Model folder to recompute with.")] = None,
-    config: Annotated[str | None, typer.Option(help="YAML with verl's or our names.")] = None,
-    policy: Annotated[
-        Path | None, typer.Option(help="What to report; default: pyproject.toml here.")
-    ] = None,
-    cases: Annotated[Path | None, typer.Option(help="Score a file of cases instead.")] = None,
-    fail_on: Annotated[str, typer.Option(help="Severity that sets exit code 1.")] = "fail",
-    as_json: AsJson = False,
-) -> None:
-    """Check saved batches; of several, --json prints one line each."""
-    if fail_on not in ("fail", "warn"):
-        raise UsageError("DPA851", f"--fail-on {fail_on}.", "Choose fail or warn.")
-    if cases is not None:
-        _check_cases(cases, as_json)
-        return
-    if not paths and history is None:
-        raise UsageError("DPA857", "there is nothing to check.", "Name a file, or --history.")
-    from dataproto_audit.checker.files import check_file, check_history
-    from dataproto_audit.policy import load_policy
-
-    wrong, wanted = False, load_policy(policy)
-    found = (
-        one
-        for path in paths or ()
-        for one in check_file(
-            path, stage=stage, before=before, history=history, model=model, config=config,
-            policy=wanted,
-        )
-    )  # fmt: skip
-    for checked in found if paths else [check_history(history, config=config, policy=wanted)]:
-        counts = checked.report.severities()
-        wrong |= bool(counts["fail"] or (fail_on == "warn" and counts["warn"]))
-        if as_json:
-            _print_json(checked.to_dict())
-        else:
-            print(_plain(f"{checked.label}\n{checked.report}\n"))
-    if wrong:
-        raise typer.Exit(1)
-
-
-def _check_cases(path: Path, as_json: bool) -> None:
-    from dataproto_audit.testing.cases import run_cases
-
-    result = run_cases(path).to_dict()
-    if as_json:
-        _print_json(result)
-    else:
-        print(f"{result['right']} of {result['cases']} cases right")
-        for case in result["wrong"]:
-            print(f"{case['id']}: {case['reason']}; expected {case['expected']}, got {case['got']}")
-    if result["wrong"]:
-        raise typer.Exit(1)
-
-
-@app.command()
 def show(
     path: Annotated[Path, typer.Argument(help="A saved batch, or a folder of them.")],
-    row: Annotated[list[int] | None, typer.Option("--row", help="Show this row's tokens.")] = None,
+    row: Annotated[
+        list[int] | None, typer.Option("--row", help="Show this row's tokens; -1: the last.")
+    ] = None,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Folder of a tokenizer, to show tokens as text.")
     ] = None,
@@ -238,7 +169,7 @@ def show(
     decode = reduce.decoder(tokenizer) if tokenizer else None
     for saved in read_batches(path):
         if as_json:
-            _print_json(shown.show_dict(saved, rows=row or (), decode=decode))
+            print_json(shown.show_dict(saved, rows=row or (), decode=decode))
         else:
             Console().print(shown.show(saved, rows=row or (), decode=decode))
 
@@ -266,7 +197,7 @@ def selftest(
     result = run_bench(seed=seed, faults=fault, healthy=() if fault else None)
     answer = result.to_dict()
     if as_json:
-        _print_json(answer)
+        print_json(answer)
     else:
         print(matrix(result))
         if misses:
@@ -281,7 +212,7 @@ def fields(as_json: AsJson = False) -> None:
     from dataproto_audit.render.fields import fields_table, print_fields
 
     if as_json:
-        _print_json(fields_table())
+        print_json(fields_table())
     else:
         print_fields()
 
@@ -292,13 +223,12 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Explain a code, a field or a stage."""
-    from dataproto_audit.render.explain import explanation
+    from dataproto_audit.render.explain import explained, explanation
 
-    text = explanation(name)
     if as_json:
-        _print_json({"name": name, "text": text})
+        print_json(explained(name))
     else:
-        print(text)
+        print(explanation(name))
 
 
 @app.command()
@@ -314,7 +244,7 @@ def report(
     compact_run(run_dir)
     opened = open_run(run_dir)
     if as_json:
-        _print_json({"run_dir": str(run_dir), "summary": opened.summary, "ok": opened.ok})
+        print_json({"run_dir": str(run_dir), "summary": opened.summary, "ok": opened.ok})
     else:
         from rich.console import Console
 
@@ -344,7 +274,7 @@ def doctor(
     else:
         answer, text = said.examine(config, overrides or (), verl=verl), said.config_text
     if as_json:
-        _print_json(answer)
+        print_json(answer)
     else:
         print(text(answer))
     if not answer["ok"]:
@@ -355,12 +285,13 @@ def doctor(
 def codes(as_json: AsJson = False) -> None:
     """List all codes with their one-line meaning."""
     if as_json:
-        _print_json({code: entry.title for code, entry in CODES.items()})
+        print_json({code: entry.title for code, entry in CODES.items()})
         return
     for code, entry in CODES.items():
         print(f"{code}  {entry.title}")
 
 
+check.register(app)
 reduce.register(app)
 traces.register(app)
 compare_backends.register(app)

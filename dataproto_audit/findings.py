@@ -143,7 +143,8 @@ def finding_lines(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "causes", " > ".join(map(str, data["causes"]))
     if data.get("hint"):
         yield "hint", str(data["hint"])
-    yield "more", f"dataproto-audit explain {data['code']}"
+    if str(data["code"]).startswith("DPA"):  # the catalogue has no codes of a user's own probes
+        yield "more", f"dataproto-audit explain {data['code']}"
 
 
 def _evidence(value: Any) -> str:
@@ -226,10 +227,18 @@ class Report:
         said = "NOT OK" if not self.ok else "ok" if counts["passed"] else "nothing checked"
         if self.ok and self.findings:
             said += " with " + ", ".join(f"{n} {s}" for s, n in self.severities().items() if n)
-        head = f"{said}: {', '.join(f'{n} {kind}' for kind, n in counts.items())}"
-        reasons = Counter(outcome.reason for outcome in self.not_checkable).most_common(MAX_REASONS)
-        lacking = [f"  not checkable {many:3} x  {reason}" for reason, many in reasons]
+        head = f"{said}: {counted(counts, ok=self.ok)}"
+        reasons = Counter(outcome.reason for outcome in self.not_checkable).most_common()
+        lacking = [f"  not checkable {many:3} x  {why}" for why, many in reasons[:MAX_REASONS]]
+        if len(reasons) > MAX_REASONS:
+            lacking.append(f"  and {len(reasons) - MAX_REASONS} more reasons (--json lists all)")
         return "\n\n".join(["\n".join([head, *lacking]), *map(str, self.findings)])
+
+
+def counted(counts: Mapping[str, int], *, ok: bool) -> str:
+    """``40 passed, 1 with a finding, ...``: where all is ok, no check is said to have failed."""
+    names = {"failed": "with a finding" if ok else "failed"}
+    return ", ".join(f"{number} {names.get(kind, kind)}" for kind, number in counts.items())
 
 
 class AuditError(CodedError):
@@ -242,9 +251,9 @@ class AuditError(CodedError):
         self.run_dir = os.fspath(run_dir)
         first = self.findings[0]
         self.code, self.remedy = first.code, first.hint
-        where = f"\n  tables    {self.run_dir}" if self.run_dir else ""
-        more = len(self.findings) - 1
-        tail = f"\n  and {more} more finding{'s' * (more > 1)} at this boundary" if more else ""
+        where = f"\n  run       {self.run_dir}" if self.run_dir else ""
+        more = [f"{finding.code} {finding.field}".rstrip() for finding in self.findings[1:]]
+        tail = f"\n  also at this boundary: {listed(more)}" if more else ""
         ValueError.__init__(self, f"{first}{tail}{where}")
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -124,3 +128,42 @@ def flat_parts(tensor: Any) -> tuple[Tensor, Tensor]:
     lengths = torch.tensor([0, *(len(row) for row in rows)], dtype=torch.int64)
     values = torch.cat([host_copy(row) for row in rows]) if rows else torch.zeros(0)
     return values.to(tensor.dtype), lengths.cumsum(0)
+
+
+def object_array(entries: Any) -> NDArray[Any]:
+    """One entry per row, whatever the entries are (numpy would unpack equal-length lists)."""
+    array = np.empty(len(entries), dtype=object)
+    for row, entry in enumerate(entries):
+        array[row] = entry
+    return array
+
+
+def jagged_of_parts(
+    values: Tensor, offsets: Tensor, lengths: Tensor | None = None, *, axis: int = 1
+) -> Tensor:
+    """A nested tensor of the rows that ``offsets`` (and ``lengths``) cut out of ``values``.
+
+    ``axis`` is the ragged one. What torch says of its own calls, once a process, is not repeated:
+    that nested tensors are a prototype, and that ``is_fx_tracing`` was renamed.
+    """
+    with warnings.catch_warnings(), _no_news_of_fx():
+        warnings.simplefilter("ignore", UserWarning)
+        made: Tensor = torch.nested.nested_tensor_from_jagged(
+            values, offsets=offsets, lengths=lengths, jagged_dim=axis
+        )
+    return made
+
+
+@contextmanager
+def _no_news_of_fx() -> Iterator[None]:
+    """Without what torch logs where its own nested tensors call ``is_fx_tracing`` (2.13)."""
+    log = logging.getLogger("torch.fx._symbolic_trace")
+    log.addFilter(_is_no_news)
+    try:
+        yield
+    finally:
+        log.removeFilter(_is_no_news)
+
+
+def _is_no_news(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("is_fx_tracing will return true")

@@ -10,6 +10,7 @@ import pytest
 
 from dataproto_audit.findings import (
     MAX_LISTED,
+    MAX_REASONS,
     AuditError,
     Finding,
     Outcome,
@@ -90,14 +91,26 @@ def test_plain_leaves_plain_things(value: Any) -> None:
     json.dumps(plain(value))
 
 
+def test_a_code_of_ones_own_is_not_sent_to_the_catalogue() -> None:
+    assert "dataproto-audit explain DPA205" in str(finding())
+    assert "explain" not in str(finding(code="ACME1"))
+
+
+def test_reasons_that_are_not_shown_are_counted() -> None:
+    outcomes = [Outcome("c", "DPA205", "not_checkable", f"no {n}") for n in range(MAX_REASONS)]
+    assert "more reasons" not in str(Report([], outcomes))
+    outcomes += [Outcome("c", "DPA205", "not_checkable", f"more {n}") for n in "ab"]
+    assert "and 2 more reasons (--json lists all)" in str(Report([], outcomes))
+
+
 def test_findings_reports_and_errors_travel() -> None:
     report = Report([finding()], [Outcome("mask_on_padding", "DPA205", "failed")])
     assert pickle.loads(pickle.dumps(report)) == report
     error = pickle.loads(pickle.dumps(AuditError([finding(), finding()], "runs/x")))
     assert error.findings == (finding(), finding())
     assert (error.code, error.run_dir, error.exit_code) == ("DPA205", "runs/x", 1)
-    assert "and 1 more finding at this boundary" in str(error)
-    assert "tables    runs/x" in str(error)
+    assert "also at this boundary: DPA205 response_mask" in str(error)
+    assert "run       runs/x" in str(error)
 
 
 def test_a_report_counts_and_adds_up() -> None:

@@ -10,6 +10,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from dataproto_audit._protocol.errors import factor_note
 from dataproto_audit._protocol.nested import leading_sizes, sizes_of
 from dataproto_audit.codes import ProtocolError
+from dataproto_audit.storage import object_array
 
 
 def batch_from_tensors(tensors: Mapping[str, torch.Tensor], dims: int) -> TensorDict | None:
@@ -32,14 +33,6 @@ def batch_from_tensors(tensors: Mapping[str, torch.Tensor], dims: int) -> Tensor
 def array_of(value: Any) -> np.ndarray:
     """Leave arrays alone and make object arrays of lists, by numpy's rule for nested ones."""
     return value if isinstance(value, np.ndarray) else np.array(value, dtype=object)
-
-
-def object_array(entries: Any) -> np.ndarray:
-    """One entry per row, whatever the entries are (numpy would unpack equal-length lists)."""
-    array = np.empty(len(entries), dtype=object)
-    for row, entry in enumerate(entries):
-        array[row] = entry
-    return array
 
 
 def check_rows(batch: TensorDict | None, arrays: Mapping[str, Any]) -> None:

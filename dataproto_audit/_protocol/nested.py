@@ -5,13 +5,17 @@ the usual case, never come here.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict
+
+from dataproto_audit.storage import jagged_of_parts
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 
-def nested_keys(batch: TensorDict) -> list[str]:
+def nested_keys(batch: "TensorDict") -> list[str]:
     """Names of the fields that are nested tensors."""
     return [key for key, value in batch.items() if getattr(value, "is_nested", False)]
 
@@ -39,7 +43,7 @@ def nested_from_rows(rows: Sequence[torch.Tensor], *, like: torch.Tensor) -> tor
     if like.layout is torch.jagged:
         nothing = like.values()[:0]
         offsets = torch.zeros(1, dtype=torch.int64, device=like.device)
-        return torch.nested.nested_tensor_from_jagged(nothing, offsets=offsets)
+        return jagged_of_parts(nothing, offsets)
     return torch.nested.nested_tensor([], dtype=like.dtype, device=like.device)
 
 

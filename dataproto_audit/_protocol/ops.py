@@ -12,9 +12,9 @@ import torch
 from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
-from dataproto_audit._protocol.build import object_array
 from dataproto_audit._protocol.merge import list_of_dict_to_dict_of_list
 from dataproto_audit.codes import ProtocolError
+from dataproto_audit.storage import object_array
 
 if TYPE_CHECKING:
     from dataproto_audit.protocol import DataProto, DataProtoItem

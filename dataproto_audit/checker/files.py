@@ -12,9 +12,9 @@ from typing import Any
 from dataproto_audit.batch import BatchView
 from dataproto_audit.checker.api import check, ordered
 from dataproto_audit.checker.names import nothing_known
+from dataproto_audit.checker.own_file import report_of
 from dataproto_audit.codes import UsageError
 from dataproto_audit.dump.readers import Saved, is_folder, read_batches, read_folder
-from dataproto_audit.dump.readers.consistent import report_of
 from dataproto_audit.dump.readers.metric_logs import is_metric_log, read_history
 from dataproto_audit.findings import Report
 from dataproto_audit.policy import Policy
@@ -67,7 +67,8 @@ def check_file(
             saved, stage=stage, before=earlier, history=steps, model=model, config=config,
             policy=policy,
         )  # fmt: skip
-        _add_to(report, report_of(saved), policy)
+        report.extend(report_of(saved, policy=policy))
+        report.findings[:] = ordered(report.findings)
         notes = (*saved.notes, *(f"not opened: {name}" for name in saved.opaque))
         level = "model" if model else beside or evidence_level(saved)
         yield Checked(saved.label, report, level, notes)
@@ -97,13 +98,6 @@ def check_history(
     """Check the metrics of several steps, without a batch. Raises :class:`UsageError`."""
     report = check(None, history=read_history(path or ""), config=config, policy=policy)
     return Checked(str(path), report, "history")
-
-
-def _add_to(report: Report, about_file: Report, policy: Policy | None) -> None:
-    """What the reader says of the file itself, under the same policy."""
-    (policy or Policy()).apply(about_file)
-    report.extend(about_file)
-    report.findings[:] = ordered(report.findings)
 
 
 def evidence_level(saved: Saved) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from dataproto_audit.codes import UsageError
+from dataproto_audit.commands.output import print_json
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 Source = Annotated[Path, typer.Argument(help="A trace, a run folder, or a saved batch.")]
@@ -24,10 +24,6 @@ def register(app: typer.Typer) -> None:
     """Add the commands of this module."""
     for command in (shrink, bundle, convert):
         app.command()(command)
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value), flush=True)
 
 
 def shrink(
@@ -71,7 +67,7 @@ def shrink(
         shrunk = reduced(recording, code=code, stage=stage, good=healthy)
     answer = write_shrunk(shrunk, out)
     if as_json:
-        _print_json(answer)
+        print_json(answer)
         return
     was = answer["before"]
     print(
@@ -99,7 +95,7 @@ def bundle(
     recording = loading.recording_with(path, code=code, stage=stage, config=config)
     answer = write_bundle(recording, out, code=code, stage=stage, keep_text=keep_text)
     if as_json:
-        _print_json(answer)
+        print_json(answer)
         return
     print(f"{answer['code']} in {answer['rows']} rows and {answer['tokens']} tokens: {out}")
     for line in answer["removed"]:
@@ -113,11 +109,11 @@ def convert(
     as_json: AsJson = False,
 ) -> None:
     """Write a saved batch in another form; nothing of the file is executed."""
-    from dataproto_audit.dump.convert import convert as converted
+    from dataproto_audit.replay.convert import convert as converted
 
     answer = converted(path, to, place=None if place < 0 else place)
     if as_json:
-        _print_json(answer)
+        print_json(answer)
         return
     print(f"{answer['batches']} batch(es) as {answer['form']}: {answer['to']}")
     for line in answer["left_out"]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dataproto_audit.codes import CodedError, UsageError
+from dataproto_audit.commands.output import error_document, print_json, printable, say
 from dataproto_audit.commands.reduce import named_function
 
 if TYPE_CHECKING:
@@ -73,18 +72,21 @@ def replay(
             for answer in found:
                 if isinstance(answer, CodedError):
                     lost[path].append(answer)
-                    print(_printable(str(answer)), file=sys.stderr, flush=True)
+                    say(str(answer))
                     continue
                 loud = {finding["severity"] for finding in answer["findings"]}
                 wrong |= not answer["ok"] or (fail_on == "warn" and "warn" in loud)
                 if as_json:
                     told[path].append(answer)
                 else:
-                    print(_printable(_text(answer)), flush=True)
+                    print(printable(_text(answer)), flush=True)
             left[path] -= 1
-            if as_json and not left[path] and told[path]:
-                said = summed(path, told.pop(path), unreadable=[str(e) for e in lost[path]])
-                print(json.dumps(said), flush=True)
+            if as_json and not left[path]:
+                if told[path]:
+                    unreadable = [str(error) for error in lost[path]]
+                    print_json(summed(path, told.pop(path), unreadable=unreadable))
+                elif lost[path]:
+                    print_json({"path": path, **error_document(lost[path][0])})
     errors = [error.exit_code for of_path in lost.values() for error in of_path]
     if errors or wrong:
         raise typer.Exit(max(errors, default=1))
@@ -128,7 +130,10 @@ def bisect(
         config=None if config is None else settings_from(config, {})[0],
         policy=load_policy(policy),
     )  # fmt: skip
-    print(json.dumps(verdict.to_dict()) if as_json else _printable(verdict.story()), flush=True)
+    if as_json:
+        print_json(verdict.to_dict())
+    else:
+        print(printable(verdict.story()), flush=True)
     if verdict.verdict == "faulty":
         raise typer.Exit(1)
 
@@ -147,9 +152,9 @@ def _processes(jobs: int, pieces: int) -> Any:
 
 
 def _text(answer: dict[str, Any]) -> str:
-    from dataproto_audit.findings import finding_lines, listed
+    from dataproto_audit.findings import counted, finding_lines, listed
 
-    counts = ", ".join(f"{n} {kind}" for kind, n in answer["outcomes"].items())
+    counts = counted(answer["outcomes"], ok=answer["ok"])
     where = f" step {answer['step']}" if "step" in answer else ""
     lines = [f"{answer['path']}{where}: {'ok' if answer['ok'] else 'NOT OK'}: {counts}"]
     for finding in answer["findings"]:
@@ -163,7 +168,3 @@ def _text(answer: dict[str, Any]) -> str:
             f"  recomputed {item['stage']}.{item['field']}: {item['verdict']} ({said}{rows})"
         )
     return "\n".join(lines)
-
-
-def _printable(text: str) -> str:
-    return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in text)

@@ -7,7 +7,8 @@ by value only where that differs, because values can be arbitrarily large; an ob
 changed from within is not seen.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -119,8 +120,13 @@ class RowState:
     def keys(self, prompts: Sequence[Any] = ()) -> tuple[str, ...]:
         """Row keys for people (:func:`row_keys`). ``prompts`` are the uids of the prompts, which
         stand in where the batch does not carry its own yet."""
+        return self.key_maker(prompts)()
+
+    def key_maker(self, prompts: Sequence[Any] = ()) -> Callable[[], tuple[str, ...]]:
+        """What gives the row keys later. It keeps fingerprints and uids alive, and no tensor."""
         parts = [self.hashes(n) for n in KEY_FIELDS if n in self.view.tensors and self.whole(n)]
-        return row_keys(self.objects.get("uid", ()), parts, self.rows, prompts=prompts)
+        uids = self.objects.get("uid", ())
+        return partial(row_keys, uids, parts, self.rows, prompts=prompts)
 
 
 def differing(old: Sequence[Any], new: Sequence[Any]) -> Iterator[int]:

@@ -4,7 +4,7 @@ The trail holds two states: that of the last boundary of the step's batch, and t
 before the repeat. Batches of their own (weight sync, validation) leave it as it is.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -91,7 +91,11 @@ class Trail:
 
     def keys(self, state: RowState) -> tuple[str, ...]:
         """Row keys; until the batch carries uids they follow from the prompts and the repeat."""
-        return state.keys(self.origin.objects.get("uid", ()) if self.origin else ())
+        return self.later(state)()
+
+    def later(self, state: RowState) -> Callable[[], tuple[str, ...]]:
+        """What gives the row keys later, without keeping the batch."""
+        return state.key_maker(self.origin.objects.get("uid", ()) if self.origin else ())
 
     def _entered(self, stage: type[Stage], previous: RowState | None, state: RowState) -> Crossing:
         seen = Crossing(state, previous, "unchanged", "DPA113")

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from dataproto_audit._protocol.safe.errors import Opaque
 from dataproto_audit.codes import UsageError
 from dataproto_audit.dump.trace_format import (
     BOUNDARY,
@@ -28,7 +29,6 @@ from dataproto_audit.dump.trace_format import (
     TRACE_DIR,
     step_of_name,
 )
-from dataproto_audit.dump.trace_json import Opaque
 from dataproto_audit.dump.trace_read import (
     REMEDY,
     Boundary,

@@ -59,8 +59,10 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the copied tensors."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+        """Bytes of the copied tensors and arrays; of objects, the references to them."""
+        arrays = [*self.columns.values(), *([] if self.order is None else [self.order])]
+        tensors = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+        return tensors + sum(array.nbytes for array in arrays)
 
 
 @dataclass
@@ -158,7 +160,7 @@ class StepDelta:
             return None, None
         self._marks, self._addresses, self._alive, self._keys_at = marks, addresses, uids, name
         if given is None:
-            given = partial(own_keys, view, self._prompts)
+            given = own_keys(view, self._prompts)
         elif not callable(given):
             given = partial(tuple, given)
         return _moved(before, marks), given
@@ -277,12 +279,13 @@ def _identical(old: NDArray[Any], new: NDArray[Any]) -> bool:
     )
 
 
-def own_keys(view: BatchView, prompts: Sequence[Any] = ()) -> tuple[str, ...]:
-    """Row keys of a batch at hand: uid, fingerprint of prompt and response, occurrence.
+def own_keys(view: BatchView, prompts: Sequence[Any] = ()) -> Callable[[], tuple[str, ...]]:
+    """What gives the row keys of a batch: uid, fingerprint of prompt and response, occurrence.
 
-    ``prompts`` are the uids of the prompts, for a batch that does not carry its own yet.
+    ``prompts`` are the uids of the prompts, for a batch that does not carry its own yet. Tensors
+    of ``view`` are not kept alive by it.
     """
     uids = np.atleast_1d(view.arrays["uid"]).tolist() if "uid" in view.arrays else []
     parts = [view.row_hashes(n) for n in KEY_FIELDS if n in view.tensors and view.tensors[n].dim()]
     parts = [part for part in parts if len(part) == view.rows]
-    return row_keys(uids, parts, view.rows, prompts=prompts)
+    return partial(row_keys, uids, parts, view.rows, prompts=prompts)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dataproto_audit.codes import UsageError
 from dataproto_audit.dump.trace_format import SCHEMA, widened
+from dataproto_audit.storage import jagged_of_parts
 
 
 def broken(path: Path, why: str) -> UsageError:
@@ -74,16 +75,11 @@ class File(Mapping[str, Tensor]):
         if not len(offsets) or int(offsets[0]) or int(offsets[-1]) != total or (steps < 0).any():
             raise ValueError("its offsets do not fit its values")
         if rows is None:
-            return _nested(widened(self[f"{key}.values"], dtype), offsets)
+            return jagged_of_parts(widened(self[f"{key}.values"], dtype), offsets)
         parts = [values[int(offsets[row]) : int(offsets[row + 1])] for row in rows.tolist()]
         lengths = torch.tensor([0, *map(len, parts)])
         joined = torch.cat(parts) if parts else values[0:0]
-        return _nested(widened(joined, dtype), lengths.cumsum(0))
-
-
-def _nested(values: Tensor, offsets: Tensor) -> Tensor:
-    made: Tensor = torch.nested.nested_tensor_from_jagged(values, offsets)
-    return made
+        return jagged_of_parts(widened(joined, dtype), lengths.cumsum(0))
 
 
 def read_json(path: Path) -> Any:

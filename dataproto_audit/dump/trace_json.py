@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dataproto_audit._protocol.safe.errors import Opaque
 from dataproto_audit.dump.trace_format import STORABLE, dtype_name, narrowed, widened
 from dataproto_audit.storage import shared
 
@@ -31,13 +32,6 @@ _TEXT = re.compile(r"([<>=|])U(\d{1,10})")
 def is_storable(dtype: np.dtype[Any]) -> bool:
     """True for arrays that have a form here; others (dates, bytes, records) are opaque."""
     return dtype.kind in "OU" or (dtype.kind in _NUMBERS and dtype.itemsize <= 8)
-
-
-@dataclass(frozen=True)
-class Opaque:
-    """Stands for an object that cannot be stored: only the name of its class is known."""
-
-    name: str
 
 
 @dataclass
@@ -113,7 +107,8 @@ class Encoder:
         return key
 
     def _opaque(self, value: Any) -> Any:
-        name = f"{type(value).__module__}.{type(value).__qualname__}"
+        kind = type(value)
+        name = value.name if isinstance(value, Opaque) else f"{kind.__module__}.{kind.__qualname__}"
         self.opaque.add(name)
         return {"$": "opaque", "v": name}
 

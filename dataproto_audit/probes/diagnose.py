@@ -74,7 +74,7 @@ def explain_gap(
         "max gap": float(size.max(initial=0.0)),
         "mean gap": float(size.mean()),
         "noise model": noise.name,
-        "bound per token": noise.token,
+        "bound per token": "none" if noise.token is None else noise.token,
         "bound on mean": noise.mean,
     }
     undone = [cause for cause in _repaired(sides) if cause]

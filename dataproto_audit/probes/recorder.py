@@ -71,15 +71,19 @@ class StepRecorder:
         crossing: Crossing,
         context: Context,
         report: Report,
-        keys_of: Callable[[RowState], Sequence[str]],
+        keys_of: Callable[[RowState], Callable[[], Sequence[str]]],
     ) -> None:
-        """Record the batch, with what is known beside it and what the checks said."""
+        """Record the batch, with what is known beside it and what the checks said.
+
+        ``keys_of`` is what gives the keys later, by the thread that writes: it must not keep the
+        tensors of the batch alive.
+        """
         if self.traces is None:
             return
         state = crossing.state
         self.traces.at_step(context.step)
         self.traces.write_boundary(
-            stage.name, state.view, when=context.when, row_keys=lambda: keys_of(state),
+            stage.name, state.view, when=context.when, row_keys=keys_of(state),
             evidence={k: v for k, v in context.evidence.items() if k not in state.view.meta},
             report=report,
         )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from typing import Any
 
 from dataproto_audit.codes import CAUSES, CODES, UsageError
 from dataproto_audit.contracts.fields import FIELDS
@@ -20,6 +21,34 @@ def explanation(name: str) -> str:
     near = difflib.get_close_matches(name, [*CODES, *FIELDS, *STAGES], 3, 0.5)
     hint = f"Did you mean {', '.join(near)}?" if near else "See dataproto-audit codes and fields."
     raise UsageError("DPA851", f"{name} is no code, field or stage.", hint)
+
+
+def explained(name: str) -> dict[str, Any]:
+    """The same as data: ``kind`` (``code``, ``field``, ``stage``), ``name``, ``text``, and what is
+    declared. Raises :class:`UsageError` as :func:`explanation` does."""
+    text = explanation(name)
+    if name.upper() in CODES:
+        code = CODES[name.upper()]
+        return {
+            "kind": "code", "name": name, "text": text, "code": code.code, "title": code.title,
+            "meaning": code.meaning, "example": code.example, "fix": code.fix,
+            "causes": [{"cause": cause, "meaning": CAUSES[cause]} for cause in code.causes],
+            "reports": [f"https://github.com/{report}" for report in code.reports],
+        }  # fmt: skip
+    if name in FIELDS:
+        field = FIELDS[name]
+        readers = [stage.name for stage in STAGES.values() if name in stage.reads]
+        return {
+            "kind": "field", "name": name, "text": text, "meaning": field.meaning,
+            "number": str(field.number), "axes": field.axes.split(), "producer": field.producer,
+            "readers": readers,
+        }  # fmt: skip
+    stage = STAGES[name]
+    lists = ("reads", "adds", "may_add", "changes", "drops")
+    return {
+        "kind": "stage", "name": name, "text": text, "meaning": (stage.__doc__ or "").strip(),
+        "rows": str(stage.rows), **{part: list(getattr(stage, part)) for part in lists},
+    }  # fmt: skip
 
 
 def _code(name: str) -> str:

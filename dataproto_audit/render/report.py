@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 TIMING_PREFIX = "timing_s/"
 SHOWN_FINDINGS = 3
 SHOWN_ROWS = 5
+ENDS = 3
+"""First and last steps that are averaged, as for ``reward_first`` of the summary."""
 _GAPS = ("rollout_old_gap_max", "old_ref_gap_max")
 
 
@@ -59,8 +61,10 @@ def _reward(run: Run) -> Iterable[RenderableType]:
         curve = run.metric(name)
         if len(curve):
             values = [float(v) for v in curve]
-            ends = f"{number(values[0])} -> {number(values[-1])}"
-            yield _title(f"Reward ({name}): {ends}")
+            first, last = (sum(part) / len(part) for part in (values[:ENDS], values[-ENDS:]))
+            steps = min(ENDS, len(values))
+            over = f", means of {steps} steps" if steps > 1 else ""
+            yield _title(f"Reward ({name}{over}): {number(first)} -> {number(last)}")
             yield Text(sparkline(values, width=60))
             return
 

@@ -12,6 +12,7 @@ from dataproto_audit.batch import BatchView
 from dataproto_audit.checker.api import check, ordered
 from dataproto_audit.checker.config import settings_from
 from dataproto_audit.checker.names import nothing_known
+from dataproto_audit.checker.own_file import report_of
 from dataproto_audit.checker.reached import stages_reached
 from dataproto_audit.codes import CodedError, UsageError
 from dataproto_audit.dump.readers import Saved, is_folder, read_batches, read_folder
@@ -149,6 +150,7 @@ def _of_file(path: str, wanted: Wanted) -> Iterator[dict[str, Any] | CodedError]
     scorers = wanted.scorers() if wanted.recompute else None
     for saved in known:
         report = check(saved, config=wanted.config, policy=wanted.policy)
+        report.extend(report_of(saved, policy=wanted.policy))
         made = of_batch(saved, wanted.config) if scorers else None
         yield _told(saved.label, made, report, scorers)  # type: ignore[arg-type] # with scorers
     if folder:
@@ -160,7 +162,7 @@ def of_batch(saved: Saved, config: Any = None) -> Replayed:
     view = BatchView.of(saved.batch)
     settings: Settings = settings_from(config, view.meta)[0]
     made = Replayed(None, settings)  # type: ignore[arg-type] # there is no step
-    keys = own_keys(view)
+    keys = own_keys(view)()
     for stage in stages_reached(view, settings):
         boundary: Any = Lone(stage, keys, dict(view.meta))
         made.seen.append(Seen(boundary, view, Report()))

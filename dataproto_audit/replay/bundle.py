@@ -14,7 +14,13 @@ from dataproto_audit.dump.trace_disk import versions
 from dataproto_audit.replay.anonymous import Renamer
 from dataproto_audit.replay.recording import Recording, audit
 from dataproto_audit.replay.shrink import Shrunk, shrink
-from dataproto_audit.replay.written import make_folder, refuse_taken, write_json, write_shrunk
+from dataproto_audit.replay.written import (
+    make_folder,
+    refuse_no_parent,
+    refuse_taken,
+    write_json,
+    write_shrunk,
+)
 
 _ISSUE = """# {code}: {title}
 
@@ -43,8 +49,10 @@ def write_bundle(
     the disk refuses.
     """
     packed = out.suffix == ".zip"
-    if packed and out.exists():
-        raise UsageError("DPA851", f"{out} is there already.", "Name a new file.")
+    if packed:
+        if out.exists():
+            raise UsageError("DPA851", f"{out} is there already.", "Name a new file.")
+        refuse_no_parent(out)
     if not packed:
         refuse_taken(out)
     shrunk = shrink(recording, code=code, stage=stage)

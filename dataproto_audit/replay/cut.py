@@ -298,12 +298,17 @@ class _Part:
 
 
 def sizes(recording: Recording) -> dict[str, int]:
-    """Rows, groups and attended tokens of the largest batch of a recording."""
+    """Rows, groups and attended tokens of the largest batch of a recording.
+
+    Of a batch that was shrunk to less than ids and masks, the cells of its largest field count.
+    """
     view = recording.view
     groups = len({str(uid) for uid in view.arrays["uid"]}) if "uid" in view.arrays else view.rows
     attention = view.attention
     if attention is None:
         tokens = sum(int(view.numpy(n).size) for n in ("prompts", "responses") if n in view)
+        flat = [int(view.numpy(n).size) for n, t in view.tensors.items() if t.dim() > 1]
+        tokens = tokens or max(flat, default=0)
     else:
         tokens = int(np.count_nonzero(attention))
     return {"rows": view.rows, "groups": groups, "tokens": tokens}

@@ -2,16 +2,14 @@
 
 Answers stream back in the order of the work; no more than two pieces a process are under way, so
 memory is bounded by the largest step times the number of processes. Metrics of earlier steps are
-known within a piece only. One job runs in this process, without Ray.
+known within a piece only. One job runs in this process, without Ray; for several, Ray must be
+running: the command starts one that leaves no process behind.
 """
 
 from __future__ import annotations
 
-import logging
-import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from dataproto_audit.codes import CodedError, RunError, UsageError
@@ -43,16 +41,15 @@ def attempted(
         for piece in work:
             yield piece, attempts(piece, wanted)
         return
-    with _ray(jobs) as ray:
-        task = ray.remote(num_cpus=1)(_answered)
-        waiting: deque[tuple[Work, Any]] = deque()
-        left = iter(work)
-        for piece in left:
-            waiting.append((piece, task.remote(piece, wanted)))
-            if len(waiting) >= AHEAD * jobs:
-                yield _next(ray, waiting)
-        while waiting:
+    ray = _ray()
+    task = ray.remote(num_cpus=1)(_answered)
+    waiting: deque[tuple[Work, Any]] = deque()
+    for piece in work:
+        waiting.append((piece, task.remote(piece, wanted)))
+        if len(waiting) >= AHEAD * jobs:
             yield _next(ray, waiting)
+    while waiting:
+        yield _next(ray, waiting)
 
 
 def _next(ray: Any, waiting: deque[tuple[Work, Any]]) -> tuple[Work, list[Told]]:
@@ -73,30 +70,14 @@ def _answered(piece: Work, wanted: Wanted) -> list[Told]:
     return list(attempts(piece, wanted))
 
 
-@contextmanager
-def _ray(jobs: int) -> Iterator[Any]:
-    """A Ray of our own, unless one is running."""
+def _ray() -> Any:
+    """The Ray that is running. Who calls starts it: ours may not outlive the call."""
     try:
         import ray
     except ImportError as error:
         raise UsageError(
-            "DPA858", "several jobs need ray.", "Install dataproto-audit[trainer], or --jobs 1."
+            "DPA858", "several jobs need ray.", "Install dataproto-audit[trainer], or use one job."
         ) from error
-    if ray.is_initialized():
-        yield ray
-        return
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    try:
-        ray.init(
-            num_cpus=jobs, include_dashboard=False, log_to_driver=False,
-            logging_level=logging.ERROR, configure_logging=False,
-        )  # fmt: skip
-    except Exception as error:  # Ray raises what its start-up dies of, of any kind
-        raise RunError(
-            "DPA868", f"Ray could not be started ({type(error).__name__}: {error}).",
-            "Check memory and the free space of the temporary folder, or use --jobs 1.",
-        ) from error  # fmt: skip
-    try:
-        yield ray
-    finally:
-        ray.shutdown()
+    if not ray.is_initialized():
+        raise UsageError("DPA851", "several jobs need a Ray that runs.", "Call ray.init() first.")
+    return ray

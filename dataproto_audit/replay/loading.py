@@ -14,7 +14,17 @@ from dataproto_audit.codes import UsageError
 from dataproto_audit.dump.readers import read_batches
 from dataproto_audit.dump.trace import Trace, is_trace
 from dataproto_audit.probes import Settings
-from dataproto_audit.replay.recording import Piece, Recording, audit, find, loud, piece_of
+from dataproto_audit.replay.recording import (
+    LONE,
+    PARTIAL,
+    Piece,
+    Recording,
+    audit,
+    find,
+    names_of,
+    no_such,
+    piece_of,
+)
 from dataproto_audit.replay.replay import settings_of
 
 
@@ -29,10 +39,12 @@ def recordings(path: str | PathLike[str], *, config: Any = None) -> Iterator[Rec
         for number in trace.steps or trace.torn:
             step = trace.step(number)
             pieces = [
-                piece_of(b.view(), b.stage, when=b.when, evidence=b.evidence, step=number,
-                         place=b.name)
+                piece_of(b.view(), b.stage, when=b.when, step=number, place=b.name,
+                         evidence={k: v for k, v in b.evidence.items() if k not in (LONE, PARTIAL)})
                 for b in step.boundaries if not b.part
             ]  # fmt: skip
+            partial = any(b.evidence.get(PARTIAL) is True for b in step.boundaries)
+            lone = any(b.evidence.get(LONE) is True for b in step.boundaries)
             if not pieces:
                 continue
             known = step.boundaries[0].settings
@@ -41,7 +53,10 @@ def recordings(path: str | PathLike[str], *, config: Any = None) -> Iterator[Rec
             for piece in pieces:
                 told = piece.evidence.get("metrics")
                 metrics |= told if isinstance(told, dict) else {}
-            yield Recording(tuple(pieces), settings, {**metrics, **step.metrics})
+            metrics |= step.metrics
+            if lone:
+                pieces = [replace(pieces[-1], stage=None, evidence={})]
+            yield Recording(tuple(pieces), settings, metrics, lone=lone, partial=partial)
             step.forget()
         return
     for saved in read_batches(place):
@@ -82,7 +97,7 @@ def recording_with(
     Without a code, the first that shows any loud finding. ``before`` is a file with the batch at an
     earlier boundary. Raises :class:`UsageError` (``DPA851``) where none does.
     """
-    seen: dict[str, None] = {}
+    seen: list[str] = []
     for recording in recordings(path, config=config):
         if before is not None and not recording.lone:
             raise UsageError(
@@ -93,16 +108,10 @@ def recording_with(
             earlier = one_of(before, "--before")
             recording = replace(recording, pieces=(*earlier.pieces, *recording.pieces))
         found = audit(recording)
-        hit = find(found, code, stage) if code else next(
-            (s for s in loud(found) if stage in (None, s.finding.stage)), None
-        )  # fmt: skip
-        if hit is not None:
+        if find(found, code, stage) is not None:
             return recording
-        seen.update(dict.fromkeys(f"{s.finding.code} at {s.finding.stage}" for s in found))
-    wanted = f"no finding {code}" if code else "no finding of severity fail or warn"
-    at = f" at stage {stage}" if stage else ""
-    said = f"Found are {', '.join(sorted(seen))}." if seen else "The checks find nothing in it."
-    raise UsageError("DPA851", f"{path} has {wanted}{at}. {said}", "Name one that it has.")
+        seen += names_of(found)
+    raise no_such(seen, code, stage, of=str(path))
 
 
 def predicate_of(function: Callable[[Any], Any]) -> Callable[[Recording], bool]:

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from dataproto_audit.batch import BatchView
 from dataproto_audit.probes import Settings
-from dataproto_audit.reference.losses import AGGREGATION_MODES, policy_loss
+from dataproto_audit.reference.losses import AGGREGATION_MODES
+from dataproto_audit.replay.update_terms import fields_used, loss_terms, unusable
 
-NEEDS = ("update_log_probs", "mini_batch", "old_log_probs", "advantages", "response_mask")
-TERMS = ("pg_loss", "kl_loss", "total", "normaliser")
+COMPARED = ("pg_loss", "kl_loss", "total", "normaliser")
 RELATIVE, ABSOLUTE = 1e-4, 1e-5
 Row = tuple[str, NDArray[Any], NDArray[Any], NDArray[Any], str]
 
@@ -29,56 +29,30 @@ def losses(view: BatchView, evidence: Mapping[str, Any], settings: Settings) -> 
     if not isinstance(told, (list, tuple)) or not all(isinstance(t, Mapping) for t in told):
         yield "loss", _EMPTY, _EMPTY, _EMPTY, "loss: record `losses`, the terms of each mini-batch"
         return
-    lacking = [name for name in NEEDS if name not in view.tensors]
-    if lacking or settings.loss_agg_mode not in AGGREGATION_MODES:
-        what = f"record {', '.join(lacking)}" if lacking else "the aggregation is unknown"
-        yield "loss", _EMPTY, _EMPTY, _EMPTY, f"loss: {what}"
+    if settings.loss_agg_mode not in AGGREGATION_MODES:
+        yield "loss", _EMPTY, _EMPTY, _EMPTY, "loss: the aggregation is unknown"
         return
     if any(t.get("split") or t.get("old") or t.get("eps") for t in told):
         return
-    fields = {n: torch.from_numpy(np.ascontiguousarray(view.numpy(n))) for n in NEEDS}
-    recorded: dict[str, list[float]] = {term: [] for term in TERMS}
-    expected: dict[str, list[float]] = {term: [] for term in TERMS}
+    used = [name for name in fields_used(view.__contains__, settings) if name in view.tensors]
+    fields = {n: torch.from_numpy(np.ascontiguousarray(view.numpy(n))) for n in used}
+    reason = unusable(fields, settings)
+    if reason:
+        yield "loss", _EMPTY, _EMPTY, _EMPTY, f"loss: {reason}"
+        return
+    recorded: dict[str, list[float]] = {term: [] for term in COMPARED}
+    expected: dict[str, list[float]] = {term: [] for term in COMPARED}
     for number, reported in enumerate(told):
-        rows = torch.nonzero(fields["mini_batch"] == number).squeeze(1)
-        try:
-            terms: Mapping[str, Any] = _terms(view, fields, rows, settings) if len(rows) else {}
-        except (ValueError, KeyError, TypeError) as error:
-            yield "loss", _EMPTY, _EMPTY, _EMPTY, f"loss: {error}"
-            return
-        for term in TERMS:
+        terms = loss_terms(fields, number, settings)
+        for term in COMPARED:
             value = reported.get(term)
             if term in terms and isinstance(value, (int, float)):
                 recorded[term].append(float(value))
-                expected[term].append(float(terms[term]))
-    for term in TERMS:
+                expected[term].append(terms[term])
+    for term in COMPARED:
         own, want = np.array(recorded[term]), np.array(expected[term])
         if len(own):
             yield term, own, want, ABSOLUTE + RELATIVE * np.abs(want), ""
 
 
 _EMPTY: NDArray[Any] = np.zeros(0)
-
-
-def _terms(view: BatchView, fields: Any, rows: Any, settings: Settings) -> Mapping[str, Any]:
-    def part(name: str) -> Any:
-        if name not in fields:
-            fields[name] = torch.from_numpy(np.ascontiguousarray(view.numpy(name)))
-        return fields[name][rows]
-
-    with torch.inference_mode():
-        made: Mapping[str, Any] = policy_loss(
-            part("update_log_probs"), part("old_log_probs"), part("advantages"),
-            part("response_mask"),
-            ref_log_prob=part("ref_log_prob") if settings.use_kl_loss else None,
-            entropy=part("update_entropys") if settings.entropy_coeff else None,
-            rollout_is_weights=part("rollout_is_weights") if "rollout_is_weights" in view else None,
-            clip_ratio_low=settings.clip_ratio_low,
-            clip_ratio_high=settings.clip_ratio_high,
-            clip_ratio_c=settings.clip_ratio_c,
-            loss_agg_mode=settings.loss_agg_mode or "token-mean",
-            kl_loss_coef=(settings.kl_loss_coef or 0.0) if settings.use_kl_loss else 0.0,
-            kl_loss_type=settings.kl_loss_type or "low_var_kl",
-            entropy_coeff=settings.entropy_coeff or 0.0,
-        )  # fmt: skip
-    return made

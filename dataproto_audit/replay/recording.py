@@ -15,10 +15,15 @@ from typing import Any
 from dataproto_audit.auditor import Auditor
 from dataproto_audit.batch import BatchView
 from dataproto_audit.checker.api import check
+from dataproto_audit.codes import UsageError
 from dataproto_audit.findings import Finding, When
 from dataproto_audit.probes import Settings
 
 Parts = dict[str, Any]
+PARTIAL = "partial"
+"""Name in a boundary's evidence: what the batch lacks is missing knowledge, and no finding."""
+LONE = "lone"
+"""The same: a saved batch on its own, which is led through every stage that it has passed."""
 Target = tuple[str, str, str]
 """Code, stage and field: what makes a finding the same one."""
 
@@ -120,13 +125,31 @@ def loud(sightings: Iterable[Sighting]) -> list[Sighting]:
     return [one for one in sightings if one.finding.severity != "info"]
 
 
-def find(sightings: Sequence[Sighting], code: str, stage: str | None) -> Sighting | None:
-    """The first finding with this code, at this stage if one is named; loud ones first."""
+def find(sightings: Sequence[Sighting], code: str | None, stage: str | None) -> Sighting | None:
+    """The first finding with this code, at this stage if one is named; loud ones first.
+
+    Without a code, the first loud one.
+    """
+    quiet = sightings if code else ()
     hits = [
-        one for one in (*loud(sightings), *sightings)
-        if one.finding.code == code and stage in (None, one.finding.stage)
+        one for one in (*loud(sightings), *quiet)
+        if code in (None, one.finding.code) and stage in (None, one.finding.stage)
     ]  # fmt: skip
     return hits[0] if hits else None
+
+
+def names_of(sightings: Iterable[Sighting]) -> list[str]:
+    """``DPA302 at old_log_prob`` for each finding."""
+    return [f"{one.finding.code} at {one.finding.stage}" for one in sightings]
+
+
+def no_such(there: Iterable[str], code: str | None, stage: str | None, *, of: str) -> UsageError:
+    """The error for a finding that ``of`` does not have; ``there`` are those that it has."""
+    wanted = f"no finding {code}" if code else "no finding of severity fail or warn"
+    at = f" at stage {stage}" if stage else ""
+    listed = ", ".join(sorted(set(there)))
+    said = f"Found are {listed}." if listed else "The checks find nothing in it."
+    return UsageError("DPA851", f"{of} has {wanted}{at}. {said}", "Name one that it has.")
 
 
 def with_settings(recording: Recording, **changed: Any) -> Recording:

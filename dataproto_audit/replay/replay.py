@@ -25,6 +25,7 @@ from dataproto_audit.dump.trace_read import broken
 from dataproto_audit.findings import Finding, Report
 from dataproto_audit.policy import Policy
 from dataproto_audit.probes import Settings
+from dataproto_audit.replay.recording import LONE, PARTIAL
 
 
 @dataclass(frozen=True)
@@ -124,18 +125,30 @@ class Replay:
         metrics: dict[str, Any] = {}
         for boundary in boundaries:
             view = boundary.view()
-            if boundary.part or boundary.stage not in STAGES:
-                made.seen.append(Seen(boundary, view, _alone(made, boundary, view)))
+            lone = boundary.evidence.get(LONE) is True
+            if boundary.part or lone or boundary.stage not in STAGES:
+                intact(boundary, view)
+                made.seen.append(Seen(boundary, view, self._alone(made, boundary, view)))
                 continue
             report = auditor.boundary(
-                boundary.stage, view, when=boundary.when, evidence=boundary.evidence
-            )
+                boundary.stage, view, when=boundary.when, evidence=boundary.evidence,
+                partial=boundary.evidence.get(PARTIAL) is True,
+            )  # fmt: skip
             intact(boundary, view)
             made.seen.append(Seen(boundary, view, report))
             told = boundary.evidence.get("metrics")
             metrics |= told if isinstance(told, dict) else {}
         made.ended = auditor.end_step({**metrics, **step.metrics})
         return made
+
+    def _alone(self, made: Replayed, boundary: Boundary, view: BatchView) -> Report:
+        """A batch beside the chain: a side of a union, the input of a stage that raised, a file."""
+        sides = [s for s in made.seen if s.boundary.part == "left"]
+        if boundary.part == "right" and sides:
+            return check_union(sides[-1].view, view, config=made.settings)
+        if boundary.part == "left":
+            return Report()
+        return check(view, config=made.settings, policy=self.policy)
 
     def _of(self, first: Boundary, mark: str) -> Auditor:
         if self._auditor is None or mark != self._hash:
@@ -144,16 +157,6 @@ class Replay:
             self._auditor.model = self.model if self.model is not None else False
             self._hash = mark
         return self._auditor
-
-
-def _alone(made: Replayed, boundary: Boundary, view: BatchView) -> Report:
-    """A batch beside the chain: one side of a union, the input of a stage that raised."""
-    sides = [s for s in made.seen if s.boundary.part == "left"]
-    if boundary.part == "right" and sides:
-        return check_union(sides[-1].view, view, config=made.settings)
-    if boundary.part == "left":
-        return Report()
-    return check(view, config=made.settings)
 
 
 def intact(boundary: Boundary, view: BatchView) -> None:

@@ -36,6 +36,8 @@ from dataproto_audit.replay.recording import (
     audit,
     find,
     loud,
+    names_of,
+    no_such,
     target_of,
 )
 
@@ -134,14 +136,11 @@ class Judge:
         for partial in (True, False):
             tried = replace(recording, partial=partial)
             found = audit(tried)
-            if code is not None:
-                sighting = find(found, code, stage)
-            else:
-                sighting = next((s for s in loud(found) if stage in (None, s.finding.stage)), None)
+            sighting = find(found, code, stage)
             if sighting is not None:
                 break
         else:
-            raise UsageError("DPA851", _not_there(found, code, stage), "Name one that it has.")
+            raise no_such(names_of(found), code, stage, of="the batch")
         twin_from = "given"
         if good is None:
             good, twin_from = mended(tried, sighting), "mended"
@@ -196,14 +195,6 @@ class Judge:
             told = self._asked(self.predicate, self.twin.cut(cut))
             return frozenset([("predicate", "", "")] if told else [])
         return frozenset(one.target for one in loud(audit(self.twin.cut(cut))))
-
-
-def _not_there(found: Sequence[Sighting], code: str | None, stage: str | None) -> str:
-    there = sorted({f"{s.finding.code} at {s.finding.stage}" for s in found})
-    wanted = f"no finding {code}" if code else "no finding"
-    at = f" at stage {stage}" if stage else ""
-    said = f"Found are {', '.join(there)}." if there else "The checks find nothing in it."
-    return f"there is {wanted}{at} in it, so nothing can be shrunk. {said}"
 
 
 class Search:

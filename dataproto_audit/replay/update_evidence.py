@@ -10,14 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from dataproto_audit.probes import Settings
-from dataproto_audit.reference.losses import AGGREGATION_MODES, count_normaliser, policy_loss
+from dataproto_audit.replay.update_terms import TERMS, loss_terms, unusable
 
 Index = NDArray[np.int64]
-TERMS = ("pg_loss", "kl_loss", "entropy_loss", "total")
 COUNTED = ("peak_token_sum", "token_limit")
 
 
@@ -91,12 +89,17 @@ def cut_losses(
     after: Mapping[str, Any],
     settings: Settings,
 ) -> list[dict[str, Any]]:
-    """Loss terms of each mini-batch for the rows that stay; ``before`` and ``after`` are fields."""
+    """Loss terms of each mini-batch for the rows that stay; ``before`` and ``after`` are fields.
+
+    Where they cannot be computed, from a broken field for one, they stay as they were told.
+    """
+    if unusable(before, settings) or unusable(after, settings):
+        return [dict(told) for told in losses]
     out = []
     for number, told in enumerate(losses):
-        old, new = (_terms(fields, number, settings) for fields in (before, after))
+        old, new = (loss_terms(fields, number, settings) for fields in (before, after))
         made = dict(told)
-        for name in (*TERMS, "normaliser"):
+        for name in TERMS:
             if old and new and isinstance(told.get(name), (int, float)):
                 made[name] = _carried(float(told[name]), old[name], new[name])
         out.append(made)
@@ -107,36 +110,6 @@ def _carried(told: float, old: float, new: float) -> float:
     if abs(told - old) <= 1e-6 + 1e-5 * abs(old):
         return new
     return told * new / old if abs(old) > 1e-12 else told
-
-
-def _terms(fields: Mapping[str, Any], number: int, s: Settings) -> dict[str, float]:
-    """The loss of a mini-batch from its fields; {} where it cannot be computed."""
-    mode = s.loss_agg_mode or "token-mean"
-    needs = ("mini_batch", "update_log_probs", "old_log_probs", "advantages", "response_mask")
-    if mode not in AGGREGATION_MODES or not all(name in fields for name in needs):
-        return {}
-    rows = torch.nonzero(fields["mini_batch"] == number).reshape(-1)
-    if not len(rows):
-        return {}
-
-    def part(name: str, used: Any = True) -> Any:
-        return fields[name][rows].float() if used and name in fields else None
-
-    try:
-        mask = fields["response_mask"][rows]
-        whole = float(count_normaliser(mask, mode))
-        terms = policy_loss(
-            part("update_log_probs"), part("old_log_probs"), part("advantages"), mask,
-            ref_log_prob=part("ref_log_prob", s.use_kl_loss),
-            entropy=part("update_entropys", s.entropy_coeff),
-            rollout_is_weights=part("rollout_is_weights"),
-            clip_ratio_low=s.clip_ratio_low, clip_ratio_high=s.clip_ratio_high,
-            clip_ratio_c=s.clip_ratio_c, loss_agg_mode=mode, kl_loss_coef=s.kl_loss_coef or 0.0,
-            kl_loss_type=s.kl_loss_type or "low_var_kl", entropy_coeff=s.entropy_coeff or 0.0,
-        )  # fmt: skip
-    except Exception:  # noqa: BLE001 - a broken field: its loss stays as it was told
-        return {}
-    return {**{name: float(terms[name]) for name in TERMS}, "normaliser": whole}  # type: ignore[literal-required]  # the names are LossTerms' keys
 
 
 def cut_metrics(

@@ -16,7 +16,7 @@ from dataproto_audit.dump.portable import write_portable
 from dataproto_audit.dump.trace import write_step
 from dataproto_audit.findings import plain
 from dataproto_audit.replay.example import test_source
-from dataproto_audit.replay.recording import Recording
+from dataproto_audit.replay.recording import PARTIAL, Recording
 from dataproto_audit.replay.shrink import Shrunk
 
 BATCH, ANSWER, CONFIG = "batch.safetensors", "shrink.json", "config.json"
@@ -89,6 +89,12 @@ def refuse_taken(folder: Path) -> None:
     _refuse(folder, taken)
 
 
+def refuse_no_parent(target: Path) -> None:
+    """Raise :class:`UsageError` where the folder that a file is to be in is not there."""
+    if not target.absolute().parent.is_dir():
+        raise UsageError("DPA851", f"there is no folder {target.parent}.", "Make it first.")
+
+
 def _refuse(folder: Path, taken: Path | None) -> None:
     if taken is not None:
         raise UsageError(
@@ -107,7 +113,8 @@ def write_recording(recording: Recording, folder: Path) -> None:
         return
     steps: dict[int, list[Any]] = {}
     for piece in recording.pieces:
-        options = {"when": piece.when, "evidence": dict(piece.evidence)}
+        partial = {PARTIAL: True} if recording.partial else {}
+        options = {"when": piece.when, "evidence": {**piece.evidence, **partial}}
         steps.setdefault(piece.step or 0, []).append((piece.stage, piece.batch, options))
     last = recording.pieces[-1].step or 0
     for step, batches in steps.items():

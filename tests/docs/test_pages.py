@@ -13,7 +13,8 @@ from dataproto_audit.contracts.fields import FIELDS
 from dataproto_audit.contracts.stages import STAGES
 from dataproto_audit.dump.run import open_run
 from dataproto_audit.dump.schema import TABLES
-from dataproto_audit.probes import PROBES, Settings
+from dataproto_audit.findings import Report
+from dataproto_audit.probes import PROBES
 from dataproto_audit.protocol import DataProto
 
 ROOT = Path(__file__).parents[2]
@@ -43,21 +44,22 @@ def undo():
         registry.update(before)
 
 
-def test_the_examples_for_extending_work(undo):
+def test_the_examples_for_extending_work(undo, capsys):
     text = (DOCS / "extending.md").read_text(encoding="utf-8")
-    names: dict[str, object] = {}
-    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-        assert len([line for line in block.splitlines() if line.strip()]) <= 15
-        exec(compile(block, "extending.md", "exec"), names)
-    auditor = Auditor(Settings(), on_fail="record")
-    auditor.begin_step(1)
     tensors = {
         "responses": torch.ones(2, 3, dtype=torch.long),
         "response_mask": torch.ones(2, 3, dtype=torch.long),
         "teacher_log_probs": torch.tensor([[-1.0, -1.0, -1.0], [-1.0, 0.5, -1.0]]),
     }
     batch = DataProto.from_dict(tensors, non_tensors={"uid": np.array(["a", "b"], object)})
-    report = auditor.boundary("teacher", batch)
+    names: dict[str, object] = {"batch": batch}
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        assert len([line for line in block.splitlines() if line.strip()]) <= 15
+        exec(compile(block, "extending.md", "exec"), names)
+    assert "ACME1 fail" in capsys.readouterr().out
+    report, auditor = names["report"], names["auditor"]
+    assert isinstance(report, Report)
+    assert isinstance(auditor, Auditor)
     [finding] = [f for f in report.findings if f.code == "ACME1"]
     assert finding.columns == {1: (1,)}
     tensors["teacher_log_probs"] = torch.ones(2, 3, dtype=torch.long)

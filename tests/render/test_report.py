@@ -61,7 +61,7 @@ def test_the_report_has_every_section(run_path: Path) -> None:
     lines = {" ".join(line.split()) for line in text.splitlines()}
     assert text.startswith("NOT OK")
     assert "step 3" in text.splitlines()[0]
-    assert "Reward (critic/score/mean): 0.1 -> 0.3" in lines
+    assert "Reward (critic/score/mean, means of 3 steps): 0.2 -> 0.2" in lines
     assert any(line.startswith("▁") and line.endswith("█") for line in lines)
     assert "rollout 3 0 3 0" in lines
     assert "reward 2 1 0 0" in lines

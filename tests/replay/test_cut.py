@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from dataproto_audit.probes import Settings
 from dataproto_audit.protocol import DataProto
 from dataproto_audit.replay.cut import Whole, sizes
-from dataproto_audit.replay.recording import audit, loud, piece_of, with_settings
+from dataproto_audit.replay.recording import Recording, audit, loud, piece_of, with_settings
 from dataproto_audit.testing.layouts import jagged
 
 from ._recorded import healthy, lone, sides
@@ -134,3 +135,9 @@ def test_a_jagged_batch_is_laid_out():
     whole = Whole(replace(recording, pieces=(piece_of(jagged(batch)),)))
     assert whole.recording.view.layout == "padded"
     assert sizes(whole.recording) == sizes(recording)
+
+
+def test_tokens_of_a_batch_without_ids_and_masks():
+    """As shrinking leaves it: the cells of its largest field."""
+    left = {"old_log_probs": torch.zeros(2, 3), "response_mask": torch.ones(2, 3)}
+    assert sizes(Recording((piece_of(DataProto.from_dict(left)),), Settings()))["tokens"] == 6

@@ -11,8 +11,8 @@ import pytest
 from dataproto_audit.auditor import Auditor
 from dataproto_audit.codes import RunError, UsageError
 from dataproto_audit.dump.trace import Trace, TraceWriter
-from dataproto_audit.replay.answers import Wanted, answers, summed, work_of
-from dataproto_audit.replay.jobs import replayed
+from dataproto_audit.replay.answers import Wanted, Work, answers, summed, work_of
+from dataproto_audit.replay.jobs import attempted, replayed
 from dataproto_audit.replay.recompute import recomputed
 from dataproto_audit.replay.replay import Seen, replay, settings_of
 from dataproto_audit.replay.scorers import Scorers
@@ -176,3 +176,9 @@ def test_a_rollout_without_a_mask_and_a_stage_of_the_user(tmp_path: Path) -> Non
         step.seen.insert(0, Seen(beside, rollout.view, rollout.report))
         assert step.before("prompts") is None
         step.seen.pop(0)
+
+
+def test_several_jobs_need_a_ray_that_runs():
+    work = [Work("a"), Work("b")]
+    with pytest.raises(UsageError, match=r"DPA851 .*Ray that runs"):
+        list(attempted(work, Wanted(), jobs=2))

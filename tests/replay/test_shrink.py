@@ -112,7 +112,7 @@ def test_a_predicate_decides():
 
 def test_what_cannot_be_shrunk_is_said():
     fine = healthy(prompts=2, n=2, step=2)
-    with pytest.raises(UsageError, match=r"no finding DPA302 in it.*find nothing"):
+    with pytest.raises(UsageError, match=r"the batch has no finding DPA302.*find nothing"):
         shrink(fine, code="DPA302")
     bad, _, _ = sides("positions_from_one")
     with pytest.raises(UsageError, match="DPA204 at rollout"):

@@ -28,7 +28,6 @@ from dataproto_audit._protocol.safe.machine import Global, Node, run
 from dataproto_audit._protocol.safe.tensordict_values import Fields
 from dataproto_audit._protocol.safe.torch_values import Storage
 from dataproto_audit._protocol.safe.values import Maker, Names, Values
-from dataproto_audit._protocol.wire import deserialize_tensordict
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +63,8 @@ def _tensors(values: Values, packed: Any) -> Fields | None:
         return loaded
     if not isinstance(packed, tuple):
         raise RefusedError(f"a {name_of(packed)} where tensors belong")
+    from dataproto_audit._protocol.wire import deserialize_tensordict  # tensordict takes seconds
+
     decoded = deserialize_tensordict((packed[0], None, packed[2]))
     return Fields(
         tuple(decoded.batch_size), {name: _clean(field) for name, field in decoded.items()}

@@ -14,6 +14,7 @@ from dataproto_audit._protocol.safe.errors import RefusedError
 from dataproto_audit._protocol.safe.machine import Global, Node
 from dataproto_audit._protocol.safe.numpy_values import shape_of
 from dataproto_audit._protocol.safe.values import Maker, Values
+from dataproto_audit.storage import jagged_of_parts
 
 DTYPES: dict[str, torch.dtype] = {
     name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)
@@ -124,11 +125,7 @@ def jagged(values: Tensor, offsets: Tensor, lengths: Tensor | None, axis: int = 
     inside = (starts >= 0) & (starts <= ends) & (ends <= values.shape[axis - 1])
     if not bool(inside.all()):
         raise ValueError("a jagged field reaches outside its values")
-    with warnings.catch_warnings():  # torch calls nested tensors a prototype, once a process
-        warnings.simplefilter("ignore", UserWarning)
-        return torch.nested.nested_tensor_from_jagged(
-            values, offsets=offsets, lengths=lengths, jagged_dim=axis
-        )
+    return jagged_of_parts(values, offsets, lengths, axis=axis)
 
 
 def _njt(values: Values, node: Node) -> Tensor:

@@ -1,29 +1,28 @@
-"""What is wrong with a file itself, seen without knowing how its batch should be aligned.
+"""What can be told of a file that keeps one number a row, where tokens are not in it.
 
-Two checks of dumps that keep one number a row, where the checks of a batch have nothing to go by:
+Facts only; :mod:`dataproto_audit.checker.own_file` judges them.
 
-* ``dump.samples``: every sample is in the file once. Its identity is what the framework numbers it
-  by; writers that append leave a task twice when they are started again.
-* ``dump.advantage``: rows of a group with the same rewards have the same advantage, and where all
-  rewards of a group are equal it is 0. That holds for every rule that compares a row with its
-  group, however it is divided, and for any weights of the reward functions, which such files do
-  not tell. It does not hold for plain REINFORCE++ (whitened over the batch) and for GAE, so it is
-  asked only of :data:`BY_GROUP`, and of other files that name an estimator of a group.
+* :func:`samples_of`: rows that are a sample of an earlier row. Its identity is what the framework
+  numbers it by; writers that append leave a task twice when they are started again.
+* :func:`groups_of`: groups whose rows with the same rewards differ in their advantage, or have one
+  where all rewards of the group are equal. Neither is possible for a rule that compares a row with
+  its group, however it is divided, and for any weights of the reward functions, which such files
+  do not tell. It is possible for plain REINFORCE++ (whitened over the batch) and for GAE, so only
+  files of :data:`BY_GROUP` are compared, and others that name an estimator of a group.
 
 Not covered: advantages of rows whose rewards all differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from math import gcd, isclose
 from typing import Any
 
 from dataproto_audit.dump.readers.saved import Saved
-from dataproto_audit.findings import Finding, Outcome, Report
 
-SAMPLES, ADVANTAGE = "dump.samples", "dump.advantage"
 KEYS: Mapping[str, tuple[str, ...]] = {
     "areal": ("uid", "sample_idx"),
     "open_instruct": ("sample_idx",),
@@ -36,40 +35,70 @@ TOLERANCE = 1e-3
 BY_GROUP = ("trl", "open_instruct")
 """Frameworks whose one number a row is always made by comparing with the group."""
 ESTIMATORS = ("grpo", "grpo_vectorized", "rloo", "rloo_vectorized")
-"""Values of ``adv_estimator`` in a file for which the rule of ``dump.advantage`` holds."""
+"""Values of ``adv_estimator`` in a file that compare a row with its group."""
 
 
-def report_of(saved: Saved) -> Report:
-    """Findings and outcomes about the file of ``saved``; empty where neither check applies."""
-    report = Report()
-    keys = [name for name in KEYS.get(saved.framework, ()) if name in saved.arrays]
-    if keys and len(keys) == len(KEYS[saved.framework]):
-        _add(report, SAMPLES, "DPA105", list(_twice(saved, keys)))
-    rewards = _rewards(saved)
-    if rewards and "advantage" in saved.arrays and _by_group(saved):
-        _add(report, ADVANTAGE, "DPA408", list(_advantages(saved, rewards)))
-    return report
+@dataclass(frozen=True)
+class Samples:
+    """How often the samples of a file are in it, by the columns ``names``, which number them."""
+
+    names: tuple[str, ...]
+    total: int
+    repeated: tuple[int, ...] = ()
+    """Rows whose sample an earlier row is, too."""
+    first: str = ""
+    """Identity of the first of these."""
 
 
-def _add(report: Report, check: str, code: str, found: Sequence[Finding]) -> None:
-    report.findings += found
-    report.outcomes.append(Outcome(check, code, "failed" if found else "passed"))
+@dataclass(frozen=True)
+class Groups:
+    """Groups of a file, ``size`` rows in the first, and those whose advantages are not theirs."""
+
+    total: int
+    size: int
+    odd: int = 0
+    rows: tuple[int, ...] = ()
+    """All rows of the ``odd`` groups."""
 
 
-def _twice(saved: Saved, names: Sequence[str]) -> Iterator[Finding]:
+def samples_of(saved: Saved) -> Samples | None:
+    """The samples of the file of ``saved``; None where it does not number them."""
+    names = KEYS.get(saved.framework, ())
+    if not names or not all(name in saved.arrays for name in names):
+        return None
     columns = [saved.arrays[name].tolist() for name in names]
     keys = [tuple(map(str, key)) for key in zip(*columns, strict=True)]
     first: dict[tuple[str, ...], int] = {}
-    rows = [row for row, key in enumerate(keys) if first.setdefault(key, row) != row]
-    if rows:
-        yield Finding(
-            code="DPA105", severity="fail", stage="rollout", check=SAMPLES, field=names[-1],
-            step=saved.hint.step, rows=tuple(rows),
-            expected=f"each ({', '.join(names)}) once",
-            actual=f"{len(rows)} of {len(keys)} rows repeat an earlier one",
-            evidence={"first repeated": ", ".join(keys[rows[0]])}, causes=("rows_lost",),
-            hint="the writer appends: remove what an earlier run left before it writes again",
-        )  # fmt: skip
+    rows = tuple(row for row, key in enumerate(keys) if first.setdefault(key, row) != row)
+    return Samples(names, len(keys), rows, ", ".join(keys[rows[0]]) if rows else "")
+
+
+def groups_of(saved: Saved) -> Groups | None:
+    """The groups of ``saved``, compared; None where rewards, advantages or the rule are not told.
+
+    A file of a known rule whose groups cannot be told apart has none: ``total`` is 0.
+    """
+    rewards = _rewards(saved)
+    if not rewards or "advantage" not in saved.arrays or not _by_group(saved):
+        return None
+    told = [_number(value) for value in saved.arrays["advantage"].tolist()]
+    groups = [group for group in _groups(saved) if len(group) > 1]
+    odd = [group for group in groups if _is_odd(group, rewards, told)]
+    rows = tuple(row for group in odd for row in group)
+    return Groups(len(groups), len(groups[0]) if groups else 0, len(odd), rows)
+
+
+def _is_odd(
+    group: Sequence[int], rewards: Sequence[tuple[float, ...]], told: Sequence[float]
+) -> bool:
+    by_reward: dict[tuple[float, ...], list[int]] = {}
+    for row in group:
+        by_reward.setdefault(rewards[row], []).append(row)
+    equal = all(
+        isclose(told[row], told[min(rows)], rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+        for rows in by_reward.values() for row in rows
+    )  # fmt: skip
+    return not equal or (len(by_reward) == 1 and any(abs(told[row]) > TOLERANCE for row in group))
 
 
 def _by_group(saved: Saved) -> bool:
@@ -111,31 +140,3 @@ def _groups(saved: Saved) -> list[Sequence[int]]:
         return []  # one prompt: how many groups it was sampled in is not told
     size = gcd(*sizes)
     return [range(start, start + size) for start in range(0, sum(sizes), size)]
-
-
-def _advantages(saved: Saved, rewards: Sequence[tuple[float, ...]]) -> Iterator[Finding]:
-    told = [_number(value) for value in saved.arrays["advantage"].tolist()]
-    wrong: list[int] = []
-    groups = [group for group in _groups(saved) if len(group) > 1]
-    for group in groups:
-        by_reward: dict[tuple[float, ...], set[int]] = {}
-        for row in group:
-            by_reward.setdefault(rewards[row], set()).add(row)
-        equal = all(
-            isclose(told[row], told[min(rows)], rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-            for rows in by_reward.values() for row in rows
-        )  # fmt: skip
-        dead = len(by_reward) == 1 and any(abs(told[row]) > TOLERANCE for row in group)
-        if not equal or dead:
-            wrong += group
-    if wrong:
-        many = sum(group[0] in wrong for group in groups)
-        yield Finding(
-            code="DPA408", severity="fail", stage="advantage", check=ADVANTAGE, field="advantage",
-            step=saved.hint.step, rows=tuple(wrong),
-            expected="one advantage for equal rewards of a group, 0 where all are equal",
-            actual=f"other advantages in {many} of {len(groups)} groups",
-            evidence={"rows of a group": len(groups[0])},
-            causes=("row_permutation", "wrong_group_normalisation"),
-            hint="compare the order of the rewards with that of the advantages",
-        )  # fmt: skip

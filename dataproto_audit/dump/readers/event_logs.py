@@ -5,6 +5,9 @@ Only numbers under a name are taken: ``simple_value`` and scalar tensors of Tens
 of W&B's ``HistoryRecord`` (``wandb/proto/wandb_internal.proto``), whose values are JSON. Images,
 histograms, configurations and system metrics are passed over. What a process that was killed left
 unfinished at the end is left out.
+
+Checksums: of W&B's files and of event files up to 16 MiB every record's is verified; of larger
+event files only those of the lengths, since TFRecord's checksum takes 0.4 s a MiB in Python.
 """
 
 from __future__ import annotations
@@ -62,7 +65,7 @@ def is_wandb_file(data: bytes) -> bool:
 def event_steps(data: bytes) -> list[Step]:
     """Scalars of a TensorBoard event file, one mapping a step, in order.
 
-    Raises ``ValueError`` for a record whose checksum is wrong.
+    Raises ``ValueError`` for a record whose checksum is wrong, as far as they are verified.
     """
     steps: dict[int, Step] = {}
     for record in _records(data):

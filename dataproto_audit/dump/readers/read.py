@@ -144,7 +144,7 @@ def _of_bytes(path: Path, data: bytes) -> list[Saved]:
     confine(path, len(data))
     try:
         value, opaque = load(data)
-    except IndexError as error:  # text: its letters are opcodes that take what was never put
+    except (IndexError, KeyError) as error:  # text: its letters are opcodes without operands
         raise ValueError("its bytes are neither a pickle nor an archive") from error
     found = list(_of_value(path, value, ""))
     if not found:

@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dataproto_audit._protocol.build import object_array
 from dataproto_audit._protocol.safe.load import Proto
 from dataproto_audit._protocol.safe.tensordict_values import Fields, ObjectColumn, OneObject
-from dataproto_audit.storage import shared
+from dataproto_audit.storage import object_array, shared
 
 Kind = Literal[
     "dataproto", "tensordict", "tensors", "jsonl", "parquet", "keys", "safetensors", "trace"

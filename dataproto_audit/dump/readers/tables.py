@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dataproto_audit._protocol.build import object_array
 from dataproto_audit._protocol.safe.errors import TooLargeError
 from dataproto_audit._protocol.safe.torch_values import jagged
+from dataproto_audit.storage import object_array
 
 Row = dict[str, Any]
 FREE_BYTES = 1 << 25

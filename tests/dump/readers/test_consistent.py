@@ -1,4 +1,4 @@
-"""What is wrong with a file itself: samples that are there twice, advantages of other groups."""
+"""What a reader can tell of a file itself: samples that are there twice, groups that differ."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 
 from dataproto_audit.checker.files import check_file, evidence_level
 from dataproto_audit.dump.readers import read_batches
-from dataproto_audit.dump.readers.consistent import report_of
+from dataproto_audit.dump.readers.consistent import groups_of, samples_of
 from dataproto_audit.dump.readers.saved import Saved, parts
 
 
@@ -21,8 +21,7 @@ def codes(path):
 def test_a_task_that_was_written_twice(samples):
     wrong = samples / "areal/fault_task_written_twice/rollout/3/1.jsonl"
     assert codes(wrong) == {("DPA105", "rollout", "sample_idx")}
-    [finding] = report_of(read_batches(wrong)[0]).findings
-    assert finding.rows == (4, 5, 6, 7)
+    assert samples_of(read_batches(wrong)[0]).repeated == (4, 5, 6, 7)
     for healthy in (samples / "areal/healthy").rglob("*.jsonl"):
         assert codes(healthy) == set()
 
@@ -33,8 +32,9 @@ def test_advantages_of_another_group(name, samples):
     assert codes(wrong) == {("DPA408", "advantage", "advantage")}
     healthy = samples / f"trl/healthy/completions/{name}.parquet"
     assert codes(healthy) == set()
-    report = report_of(read_batches(healthy)[0])
-    assert [(o.check, o.kind) for o in report.outcomes] == [("dump.advantage", "passed")]
+    told = groups_of(read_batches(healthy)[0])
+    assert told.total
+    assert not told.odd
 
 
 def completions(path, **changed):
@@ -98,19 +98,18 @@ def test_ids_alone_are_a_level_of_their_own(tmp_path):
 def scored(framework, uid, score, advantage, **meta):
     columns = {"uid": uid, "score": score, "advantage": advantage}
     saved = Saved(Path("x"), "", "jsonl", parts({}, {}, meta), framework=framework)
-    return report_of(saved.with_columns(columns)).findings
+    return groups_of(saved.with_columns(columns))
 
 
 def test_groups_need_not_be_contiguous():
     rows = (list("aaba"), [1.0, 1.0, 0.0, 0.0], [0.58, 0.58, 0.0, -1.15])
-    assert scored("open_instruct", *rows) == []
-    [finding] = scored("open_instruct", *rows[:2], [0.58, -1.15, 0.0, 0.58])
-    assert finding.rows == (0, 1, 3)
+    assert scored("open_instruct", *rows).rows == ()
+    assert scored("open_instruct", *rows[:2], [0.58, -1.15, 0.0, 0.58]).rows == (0, 1, 3)
 
 
 @pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "gae"])
 def test_rules_that_do_not_compare_with_the_group_are_not_judged(estimator):
     rows = (list("aabb"), [1.0, 1.0, 0.0, 0.0], [0.9, 0.9, -0.9, -0.9])
-    assert scored("verl", *rows, adv_estimator=estimator) == []
-    assert scored("verl", *rows) == []
-    assert scored("verl", *rows, adv_estimator="grpo")
+    assert scored("verl", *rows, adv_estimator=estimator) is None
+    assert scored("verl", *rows) is None
+    assert scored("verl", *rows, adv_estimator="grpo").odd == 2

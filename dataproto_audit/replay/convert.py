@@ -1,7 +1,15 @@
-"""A saved batch in another form: verl's file, safetensors with JSON, or a trace."""
+"""A saved batch in another form: verl's file, safetensors with JSON, or a trace.
+
+In a trace, a batch that is alone in its step is recorded at the last stage that
+:func:`dataproto_audit.check` leads it through, and marked so that a replay leads it through all of
+them, too, and says the same of it. Several batches of one step are recorded where the names of
+their files say, else at that last stage, as boundaries of one loop; they are marked as partial:
+what they lack is missing knowledge, and no finding.
+"""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -9,13 +17,19 @@ from typing import Any
 import numpy as np
 
 from dataproto_audit._protocol.safe.errors import Opaque
+from dataproto_audit.batch import BatchView
+from dataproto_audit.checker.config import settings_from
+from dataproto_audit.checker.reached import stages_reached
 from dataproto_audit.codes import CodedError, UsageError
 from dataproto_audit.dump.portable import SUFFIX, write_portable
 from dataproto_audit.dump.readers import Saved, read_batches
 from dataproto_audit.dump.trace import write_step
 from dataproto_audit.protocol import DataProto
+from dataproto_audit.replay.recording import LONE, PARTIAL
+from dataproto_audit.replay.written import refuse_no_parent
 
 PICKLES = frozenset({".pkl", ".pickle", ".dp", ".pt"})
+STEP = ("global_steps", "global_step")
 FORMS = "Name a file .pkl (as verl saves a DataProto) or .safetensors, or a folder for a trace."
 
 
@@ -38,6 +52,8 @@ def convert(
             )
         found = [found[place]]
     form = _form(target)
+    if form != "trace":
+        refuse_no_parent(target)
     if form != "trace" and len(found) > 1:
         raise UsageError(
             "DPA851", f"{path} holds {len(found)} batches and a {form} file one.",
@@ -103,10 +119,37 @@ def _has_opaque(value: Any) -> bool:
 
 
 def _as_trace(found: list[Saved], target: Path) -> None:
-    steps: dict[int, list[Any]] = {}
+    for step, batches in sorted(_by_step(found).items()):
+        alone = len(batches) == 1
+        settings, _ = settings_from(None, batches[0].meta)
+        boundaries: list[Any] = []
+        taken: set[tuple[str, str]] = set()
+        for saved in batches:
+            view = BatchView.of(saved.batch)
+            passed = stages_reached(view, settings) or [saved.hint.stage or "rollout"]
+            at = passed[-1], "after"
+            if not alone:
+                at = saved.hint.stage or passed[-1], saved.hint.when or "after"
+            part = str(len(boundaries)) if at in taken else ""
+            taken.add(at)
+            options = {"when": at[1], "part": part, "evidence": {LONE if alone else PARTIAL: True}}
+            boundaries.append((at[0], saved.batch, options))
+        told = {name: value for name, value in asdict(settings).items() if value is not None}
+        write_step(target, step, boundaries, settings=told)
+
+
+def _by_step(found: list[Saved]) -> dict[int, list[Saved]]:
+    """Batches by step: as the file or its batch says, else each in a step of its own."""
+    steps: dict[int, list[Saved]] = {}
+    unknown = []
     for saved in found:
-        stage = saved.hint.stage or "update_actor"
-        when = saved.hint.when or "before"
-        steps.setdefault(saved.hint.step or 0, []).append((stage, saved.batch, {"when": when}))
-    for step, batches in steps.items():
-        write_step(target, step, batches)
+        told = saved.hint.step
+        if told is None:
+            told = next((v for n in STEP if type(v := saved.meta.get(n)) is int), None)
+        if told is None:
+            unknown.append(saved)
+        else:
+            steps.setdefault(told, []).append(saved)
+    for saved in unknown:
+        steps[max(steps, default=-1) + 1] = [saved]
+    return steps

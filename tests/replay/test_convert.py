@@ -7,13 +7,18 @@ import numpy as np
 import pytest
 import torch
 
+from dataproto_audit._protocol.safe.errors import Opaque
+from dataproto_audit.checker.files import check_file
 from dataproto_audit.codes import UsageError
-from dataproto_audit.dump.convert import convert
 from dataproto_audit.dump.readers import read_batches
-from dataproto_audit.dump.trace import Trace
+from dataproto_audit.dump.readers.saved import Saved, parts
+from dataproto_audit.dump.trace import Trace, write_step
 from dataproto_audit.protocol import DataProto
+from dataproto_audit.replay.convert import convert
+from dataproto_audit.replay.loading import recordings
+from dataproto_audit.replay.replay import replay
 
-from .readers.test_malicious import COMMAND, archive, name, text
+from ..dump.readers.test_malicious import COMMAND, archive, name, text
 
 
 @pytest.fixture(scope="module")
@@ -94,3 +99,49 @@ def test_objects_that_nobody_knows_are_left_out_of_a_pickle(tmp_path):
     assert "handle" not in saved.meta
     assert np.array_equal(saved.tensors["old_log_probs"], torch.zeros(2, 3))
     assert "subprocess.Popen" in convert(tmp_path / "e.pt", tmp_path / "x.safetensors")["left_out"]
+
+
+FINDINGS = ("code", "severity", "stage", "field", "rows")
+
+
+def told(report):
+    return {tuple(getattr(finding, name) for name in FINDINGS) for finding in report.findings}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "verl-0.9.1/files_torch/jagged.pkl",
+        "slime/healthy/train_data/0.pt",
+        "slime/fault_log_probs_shifted/train_data/0.pt",
+        "openrlhf/healthy/experiences.pt",
+        "trl/healthy/completions/completions_00002.parquet",
+    ],
+)
+def test_a_replay_of_the_trace_says_what_check_says_of_the_file(path, samples, tmp_path):
+    checked = set().union(*(told(one.report) for one in check_file(samples / path)))
+    convert(samples / path, tmp_path / "t")
+    assert set().union(*(told(step.report) for step in replay(tmp_path / "t"))) == checked
+
+
+def test_a_batch_is_recorded_at_the_last_stage_that_it_has_passed(tmp_path):
+    tensors = {"old_log_probs": torch.zeros(2, 3), "response_mask": torch.ones(2, 3).long(),
+               "responses": torch.zeros(2, 3).long()}  # fmt: skip
+    DataProto.from_dict(tensors, meta_info={"global_steps": 7}).save_to_disk(tmp_path / "x.pkl")
+    convert(tmp_path / "x.pkl", tmp_path / "t")
+    trace = Trace(tmp_path / "t")
+    assert trace.steps == [7]
+    [boundary] = trace.step(7).boundaries
+    assert (boundary.stage, boundary.when) == ("old_log_prob", "after")
+    [recording] = recordings(tmp_path / "t")
+    assert recording.lone
+
+
+def test_what_nobody_knows_keeps_its_name_through_a_trace(tmp_path):
+    batch = parts({"values": torch.zeros(1, 2)}, {}, {"handle": Opaque("a.b.C")})
+    saved = Saved(tmp_path / "x", "", "dataproto", batch)
+    write_step(tmp_path / "t", 1, [("values", saved.batch, {})])
+    [again] = read_batches(tmp_path / "t")
+    assert again.meta["handle"] == Opaque("a.b.C")
+    answer = convert(tmp_path / "t", tmp_path / "y.pkl")
+    assert "meta_info.handle" in answer["left_out"]
