@@ -8,7 +8,7 @@ import sys
 import tempfile
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -38,6 +38,12 @@ def compare_backends(
     ] = DEFAULT_LAYOUTS,
     rows: Annotated[int, typer.Option(min=1, help="Rows to use at most.")] = 16,
     temperature: Annotated[float, typer.Option(help="Of the log-probs.")] = 1.0,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Compare every layer; name the first that differs.")
+    ] = False,
+    values: Annotated[
+        bool, typer.Option("--values/--no-values", help="Compare a value model's step, too.")
+    ] = True,
     as_json: AsJson = False,
 ) -> None:
     """Run a batch through backends and layouts, and compare each with a single process."""
@@ -48,7 +54,8 @@ def compare_backends(
     if not temperature > 0:
         raise UsageError("DPA851", f"--temperature {temperature}.", "It must be positive.")
     with tempfile.TemporaryDirectory(prefix="dpa-") as scratch, redirect_stdout(sys.stderr):
-        answer = _answer(path, model, layouts, rows, temperature, Path(scratch))
+        asked = _Asked(path, model, layouts, rows, temperature, layers, values)
+        answer = _answer(asked, Path(scratch))
     if as_json:
         print(json.dumps(answer), flush=True)
     else:
@@ -57,40 +64,55 @@ def compare_backends(
         raise typer.Exit(1)
 
 
-def _answer(
-    path: Path | None,
-    model: Path | None,
-    text: str,
-    rows: int,
-    temperature: float,
-    scratch: Path,
-) -> dict[str, Any]:
+class _Asked(NamedTuple):
+    path: Path | None
+    model: Path | None
+    layouts: str
+    rows: int
+    temperature: float
+    layers: bool
+    values: bool
+
+
+def _answer(asked: _Asked, scratch: Path) -> dict[str, Any]:
     from transformers.utils import logging
 
+    from dataproto_audit.trainer.backends.base import ModelSpec
+    from dataproto_audit.trainer.backends.hf import model_config
+    from dataproto_audit.trainer.backends.scoring import FAMILIES
     from dataproto_audit.trainer.compare import batches, run
     from dataproto_audit.trainer.compare.layouts import parse_layouts
     from dataproto_audit.trainer.compare.pool import Pool
 
     logging.disable_progress_bar()
-    folder = model or _tiny(scratch)
-    wanted = parse_layouts(text, model=str(folder))
+    path, rows = asked.path, asked.rows
+    folder = asked.model or _tiny(scratch)
+    wanted = parse_layouts(asked.layouts, model=str(folder))
     if not wanted:
         raise UsageError("DPA851", "--layouts names none.", "As in fsdp:2,megatron:tp=2.")
     for layout in wanted:
         run.check(layout)
-    reference = Reference(folder)
+    known = model_config(ModelSpec(str(folder))).get("model_type") in FAMILIES
+    if asked.layers and not known:
+        raise UsageError(
+            "DPA851", "--layers: the model's layers are not known by name.",
+            f"Known are {', '.join(FAMILIES)}.",
+        )  # fmt: skip
+    reference = Reference(folder, layers=asked.layers, values=asked.values and known)
     parts = math.lcm(*(layout.data_parallel for layout in wanted))
     tensors = dict(_made(folder, rows).batch.items()) if path is None else _read(path)
-    batch = batches.from_tensors(tensors, rows=rows, multiple_of=parts, temperature=temperature)
+    batch = batches.from_tensors(
+        tensors, rows=rows, multiple_of=parts, temperature=asked.temperature
+    )
     made = batches.complete(batch, reference.log_probs(batch))
     with Pool() as pool:
         compared = run.compare(
-            batch, wanted, expected=reference, pool=pool,
+            batch, wanted, expected=reference, pool=pool, layers=asked.layers,
             told=lambda line: print(line, file=sys.stderr, flush=True),
         )  # fmt: skip
     return {
         "batch": str(path) if path else "demo",
-        "model": str(model) if model else "tiny",
+        "model": str(asked.model) if asked.model else "tiny",
         "rows": len(batch),
         "tokens": int(batch.batch["attention_mask"].sum()),
         "made_fields": made,
@@ -101,8 +123,8 @@ def _answer(
 class Reference:
     """The step by transformers' own model in this process, in float32; float64 after the logits."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, *, layers: bool = False, values: bool = False) -> None:
+        self._folder, self._layers, self._values = folder, layers, values
 
     def log_probs(self, batch: DataProto) -> Any:
         """f64[rows, response]."""
@@ -110,21 +132,42 @@ class Reference:
 
     def values(self, batch: DataProto, dtype: str) -> Values:
         """The step in float32, whatever ``dtype``."""
-        return self._step(self._model(), batch)
+        return self._step("float32", "eager", batch)
 
     def noise(self, batch: DataProto, dtype: str) -> Values:
         """Rows one at a time and in another order, with another attention kernel; or ``dtype``."""
         if dtype != "float32":
-            return self._step(self._model(dtype=dtype), batch)
-        return self._step(self._model(attention="sdpa"), batch, alone=True)
+            return self._step(dtype, "eager", batch)
+        return self._step("float32", "sdpa", batch, alone=True)
 
-    def _model(self, *, dtype: str = "float32", attention: str = "eager") -> Any:
+    def _model(self, dtype: str = "float32", attention: str = "eager") -> Any:
         import torch
 
         from dataproto_audit.reference.logprobs import load_model
 
         kind = getattr(torch, dtype)
         return load_model(self._folder, dtype=kind, attn_implementation=attention)
+
+    def _value_step(self, dtype: str, attention: str, batch: Any, *, alone: bool) -> Any:
+        """Values of every row and gradients of the value loss, under the head that ranks take."""
+        import torch
+
+        from dataproto_audit.reference import values as reference
+        from dataproto_audit.trainer.compare.critic import LOSS, drawn_head
+
+        model: Any = reference.load_value_model(
+            self._folder, dtype=getattr(torch, dtype), attn_implementation=attention
+        )
+        drawn = drawn_head(model.score.in_features)
+        model.load_state_dict(drawn, strict=False)
+        values = reference.token_values(model, batch, rows_per_forward=1 if alone else None)
+        tensors = {name: tensor.flip(0) if alone else tensor for name, tensor in batch.items()}
+        clip = LOSS.cliprange_value
+        gradients, _ = reference.grad_of_value_loss(model, tensors, clip=clip)
+        return {
+            "token_values": values,
+            "value_gradients": {name: value.float() for name, value in gradients.items()},
+        }
 
     def _scored(self, model: Any, batch: DataProto, *, alone: bool = False) -> Any:
         from dataproto_audit.reference.logprobs import token_log_probs
@@ -140,12 +183,13 @@ class Reference:
             rows_per_forward=1 if alone else None,
         )
 
-    def _step(self, model: Any, batch: DataProto, *, alone: bool = False) -> Values:
+    def _step(self, dtype: str, attention: str, batch: DataProto, *, alone: bool = False) -> Values:
         from dataproto_audit.reference.logprobs import grad_of_loss
         from dataproto_audit.reference.updates import AdamWState, adamw_step
         from dataproto_audit.trainer.compare.judge import Values
         from dataproto_audit.trainer.compare.run import LOSS, OPTIM, TERMS
 
+        model = self._model(dtype, attention)
         log_probs, entropy = self._scored(model, batch, alone=alone)
         tensors = {
             name: tensor.flip(0) if alone else tensor for name, tensor in batch.batch.items()
@@ -172,7 +216,18 @@ class Reference:
             terms={name: float(named[name]) for name in TERMS},
             gradients=gradients,
             moved={name: after[name] - start[name] for name in start},
+            layers=self._states(model, batch, alone=alone) if self._layers else {},
+            **(
+                self._value_step(dtype, attention, batch.batch, alone=alone) if self._values else {}
+            ),
         )
+
+    @staticmethod
+    def _states(model: Any, batch: DataProto, *, alone: bool) -> Any:
+        from dataproto_audit.reference.layers import layer_outputs
+
+        fields = [batch.batch[name] for name in ("input_ids", "attention_mask", "position_ids")]
+        return layer_outputs(model, *fields, rows_per_forward=1 if alone else None)
 
 
 def _tiny(scratch: Path) -> Path:
@@ -210,6 +265,27 @@ def _read(path: Path) -> dict[str, Any]:
     return chosen
 
 
+def _more(entry: dict[str, Any]) -> str:
+    """What is known of the first place that differs."""
+    gap = next((g for g in entry.get("layers", ()) if g["name"] == entry["first_wrong"]), None)
+    if gap is not None:
+        (row, column), rank = gap["worst"], gap["rank"]
+        return f" (rank {rank}, row {row}, column {column}: {gap['max_abs_diff']:.1e})"
+    if entry["first_wrong"].startswith("gradient"):
+        names, factor = entry["wrong_gradients"], entry["gradient_factor"]
+        return f" and {len(names) - 1} more" + (
+            "" if factor is None else f", all {factor:.4g} times the expected ones"
+        )
+    return ""
+
+
+def _value_text(entry: dict[str, Any]) -> str:
+    if "max_abs_value_diff" not in entry:
+        return ""
+    gap, gradient = entry["max_abs_value_diff"], entry["max_abs_value_grad_diff"]
+    return f"  value {gap:.1e} (gradient {gradient:.1e})"
+
+
 def _text(answer: dict[str, Any]) -> str:
     lines = [f"{answer['rows']} rows, {answer['tokens']} tokens, model {answer['model']}"]
     for entry in answer["layouts"]:
@@ -217,6 +293,8 @@ def _text(answer: dict[str, Any]) -> str:
             lines.append(f"{entry['name']}: COULD NOT RUN: {' '.join(entry['wrong'])}")
             continue
         verdict = "agrees" if entry["agree"] else "DIFFERS: " + ", ".join(entry["wrong"])
+        if entry["first_wrong"]:
+            verdict += f"; first in {entry['first_wrong']}" + _more(entry)
         row, column = entry["worst_logprob"]
         lines += [
             f"{entry['name']}: {verdict}",
@@ -224,7 +302,7 @@ def _text(answer: dict[str, Any]) -> str:
             f"  entropy {entry['max_abs_entropy_diff']:.1e}  loss {entry['rel_loss_diff']:.1e} "
             f"({entry['worst_term']})",
             f"  gradient {entry['max_abs_grad_diff']:.1e} ({entry['worst_gradient']})"
-            f"  update {entry['rel_update_diff']:.1e}",
+            f"  update {entry['rel_update_diff']:.1e}" + _value_text(entry),
             f"  peak {entry['peak_bytes'] / 2**20:.2f} MiB, sent "
             f"{entry['comm_bytes'] / 2**20:.2f} MiB a rank and step, start {entry['startup_s']:.1f}"
             f" s, step {entry['step_cpu_s']:.2f} CPU s",

@@ -16,11 +16,14 @@ from omegaconf import DictConfig, ListConfig
 from dataproto_audit.auditor import LEVELS, ON_FAIL
 from dataproto_audit.codes import UsageError
 from dataproto_audit.trainer.backends.megatron.options import RECOMPUTE
+from dataproto_audit.trainer.rates import INCREASES, STYLES, WSD_STYLES
+from dataproto_audit.trainer.rates import KEY as OPTIM
 
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 DTYPES = ("float32", "bfloat16", "float16")
 MAY_BE_NULL = (
     "actor_rollout_ref.ref.strategy",
+    f"{OPTIM}.lr_decay_style",
     "actor_rollout_ref.actor.megatron.recompute_granularity",
     "actor_rollout_ref.ref.megatron.recompute_granularity",
 )
@@ -45,6 +48,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "actor_rollout_ref.actor.fsdp_config.wrap": ("root", "layer"),
     "actor_rollout_ref.actor.fsdp_config.param_dtype": DTYPES,
     "actor_rollout_ref.actor.optim.name": ("adamw", "sgd"),
+    f"{OPTIM}.lr_decay_style": STYLES,
+    f"{OPTIM}.lr_wsd_decay_style": WSD_STYLES,
+    f"{OPTIM}.weight_decay_incr_style": INCREASES,
     "actor_rollout_ref.actor.kl_loss_type": (
         *KL_ESTIMATORS,
         *(f"{name}+" for name in KL_ESTIMATORS),
@@ -134,6 +140,8 @@ RANGES: dict[str, dict[str, Range]] = {
     "actor_rollout_ref.ref.megatron": PARALLEL_SIZES,
     "actor_rollout_ref.actor.optim": {
         "lr": FROM_0, "lr_warmup_steps": FROM_0, "weight_decay": FROM_0, "eps": FROM_0,
+        "lr_decay_steps": COUNT, "lr_warmup_init": FROM_0, "min_lr": FROM_0,
+        "lr_wsd_decay_steps": COUNT, "start_weight_decay": FROM_0,
     },
     "actor_rollout_ref.ref": {
         "log_prob_micro_batch_size_per_gpu": COUNT, "log_prob_max_token_len_per_gpu": COUNT,

@@ -21,8 +21,6 @@ from dataproto_audit.dump.run_folder import (
     run_files,
 )
 from dataproto_audit.trainer.backends.checkpoint import latest, read_index, verify_files
-from dataproto_audit.trainer.validate import world_size
-from dataproto_audit.trainer.workers.spec import checkpoint_layout, worker_spec
 
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
@@ -50,7 +48,7 @@ class Place:
 def find_place(config: DictConfig) -> Place:
     """The run folder and the checkpoint that the configuration asks for, both checked.
 
-    Raises UsageError: DPA804 for a checkpoint that is damaged or of other ranks, and where
+    Raises UsageError: DPA804 for a checkpoint that is damaged, and where
     ``resume_mode=auto`` finds checkpoints but can read none; DPA801 for a folder that holds a run
     which is neither to be continued nor replaced; DPA851 when no step is left to train. Not
     covered: who holds the folder's lock.
@@ -133,8 +131,7 @@ def _checked(config: DictConfig, path: Path, step: int) -> Resumed:
             " nothing is left to train.",
             f"Set trainer.total_training_steps above {step}.",
         )
-    layout = checkpoint_layout(worker_spec(config, model_path=""))
-    index = read_index(path, world_size=world_size(config), layout=layout)
+    index = read_index(path)
     extra = index.extra
     if not isinstance(extra.get("data"), dict) or not isinstance(extra.get("rewards"), list):
         raise UsageError(

@@ -198,7 +198,8 @@ def _start(
     workers = WorkerGroup(worker_spec(config, model_path=path), world_size=world_size(config))
     stack.callback(workers.shutdown)
     progress.message(
-        f"starting {world_size(config)} ranks and {config.actor_rollout_ref.rollout.name}"
+        f"starting {world_size(config)} ranks and {config.actor_rollout_ref.rollout.name}, "
+        "which takes about half a minute"
     )
     warmup = config.warmup
     supervised = None

@@ -7,6 +7,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from dataproto_audit.trainer.schema_optim import OptimConfig
+
 
 @dataclass
 class DataConfig:
@@ -91,24 +93,6 @@ class ModelConfig:
     """Compute packed rows without their padding."""
     use_fused_kernels: bool = False
     """Log-probs and entropy without logits of the whole vocabulary in memory."""
-
-
-@dataclass
-class OptimConfig:
-    """Optimizer and its linear warm-up."""
-
-    name: str = "adamw"
-    """Update rule."""
-    lr: float = 1e-6
-    """Learning rate after the warm-up."""
-    lr_warmup_steps: int = 0
-    """Steps of the linear warm-up from 0."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    """Decay of AdamW's two running means."""
-    eps: float = 1e-8
-    """Added to AdamW's denominator."""
 
 
 @dataclass
@@ -348,9 +332,9 @@ class TrainerConfig:
     val_before_train: bool = False
     """Validate before the first step."""
     resume_mode: str = "disable"
-    """Go on from the newest checkpoint (`auto`) or a given one (`resume_path`)."""
+    """Go on from the newest checkpoint (`auto`) or a given one (`path`)."""
     resume_from_path: str | None = None
-    """The checkpoint for `resume_path`."""
+    """The checkpoint folder for `resume_mode=path`."""
     collective_timeout_s: float = 300.0
     """Seconds after which a rank that waits for its peers gives up."""
     ray_object_store_bytes: int = 128 * 2**20

@@ -13,6 +13,7 @@ from dataproto_audit.dump.retention import Retention
 from dataproto_audit.trainer.backends.megatron.layout import check_ranks
 from dataproto_audit.trainer.backends.megatron.options import options_from
 from dataproto_audit.trainer.ranges import check_each
+from dataproto_audit.trainer.workers.spec import rate_schedule
 
 GROUP_RELATIVE = ("grpo",)
 
@@ -32,6 +33,7 @@ def validate(config: DictConfig) -> None:
     _files(config.data)
     _groups(config)
     _fsdp(config)
+    _rates(config)
     _divisible(config)
     _token_limits(config)
     _lengths(config)
@@ -52,6 +54,12 @@ def data_parallel_size(config: DictConfig) -> int:
     else:
         together = int(actor.ulysses_sequence_parallel_size)
     return max(1, world_size(config) // together)
+
+
+def _rates(config: DictConfig) -> None:
+    schedule = rate_schedule(config)
+    if schedule is not None:
+        schedule.check()
 
 
 def _one_machine(config: DictConfig) -> None:

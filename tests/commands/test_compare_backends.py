@@ -55,20 +55,27 @@ def test_a_layout_that_differs_sets_the_exit_code(call, monkeypatch):
         "max_abs_logprob_diff": 1e-7, "worst_logprob": [3, 1], "max_abs_entropy_diff": 1e-7,
         "rel_loss_diff": 1e-7, "max_abs_grad_diff": 0.5, "worst_gradient": "model.norm.weight",
         "rel_update_diff": 0.1, "peak_bytes": 2**20, "comm_bytes": 2**21, "startup_s": 1.0,
-        "step_cpu_s": 0.5, "ranks": [{}],
+        "step_cpu_s": 0.5, "ranks": [{}], "first_wrong": "gradient model.norm.weight",
+        "wrong_gradients": ["model.norm.weight", "lm_head.weight"], "gradient_factor": 0.125,
     }  # fmt: skip
     answer = {"rows": 4, "tokens": 40, "model": "tiny", "layouts": [entry]}
     monkeypatch.setattr(command, "_answer", lambda *_: answer)
     said = call("--demo", check=1).stdout
     assert "fsdp:2: DIFFERS: max_abs_grad_diff" in said
     assert "row 3, column 1" in said
-    assert "model.norm.weight" in said
+    assert "; first in gradient model.norm.weight and 1 more, all 0.125 times" in said
     assert json.loads(call("--demo", "--json", check=1).stdout) == answer
     failed = {"name": "fsdp:2", "agree": False, "wrong": ["DPA864 gone."], "ranks": []}
     answer["layouts"] = [failed, entry]
     assert "fsdp:2: COULD NOT RUN: DPA864 gone." in call("--demo", check=1).stdout
     answer["layouts"] = [entry]
-    entry["agree"] = True
+    gap = {"name": "model.layers.1", "max_abs_diff": 0.5, "worst": [2, 7], "rank": 1}
+    entry |= {"first_wrong": "model.layers.1", "layers": [gap]}
+    said = call("--demo", "--layers", check=1).stdout
+    assert "; first in model.layers.1 (rank 1, row 2, column 7: 5.0e-01)" in said
+    entry |= {"max_abs_value_diff": 1e-7, "max_abs_value_grad_diff": 2e-7}
+    assert "value 1.0e-07 (gradient 2.0e-07)" in call("--demo", check=1).stdout
+    entry |= {"agree": True, "first_wrong": None}
     assert "fsdp:2: agrees" in call("--demo", check=0).stdout
 
 
@@ -78,16 +85,17 @@ def test_a_saved_batch_is_compared_and_answered_in_json(call, tmp_path, model):
     torch.save(tensors, tmp_path / "batch.pt")
     said = call(
         str(tmp_path / "batch.pt"), "--model", str(model), "--layouts", "fsdp:1+packed+fused",
-        "--rows", "4", "--json", check=0,
+        "--rows", "4", "--layers", "--json", check=0,
     )  # fmt: skip
     answer = json.loads(said.stdout)
     assert (answer["rows"], answer["made_fields"]) == (
-        4, ["old_log_probs", "ref_log_prob", "advantages"],
+        4, ["old_log_probs", "ref_log_prob", "advantages", "values", "returns"],
     )  # fmt: skip
     (layout,) = answer["layouts"]
     assert set(layout) >= {
         "name", "max_abs_logprob_diff", "max_abs_entropy_diff", "rel_loss_diff",
         "max_abs_grad_diff", "peak_bytes", "comm_bytes", "startup_s", "step_cpu_s", "agree",
+        "max_abs_value_diff", "layers", "first_wrong",
     }  # fmt: skip
     assert layout["agree"] is True
     assert layout["ranks"][0]["held_bytes"]["parameters"] > 0

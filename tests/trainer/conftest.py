@@ -64,3 +64,42 @@ def ragged_batch() -> Callable[..., DataProto]:
         return DataProto.from_dict(tensors, meta_info={"temperature": temperature})
 
     return make
+
+
+@pytest.fixture(scope="session")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``family(kind, seed)``: a folder with four layers, norms and biases that are not trivial,
+    and a vocabulary that no number of ranks divides. Qwen2 ties its embeddings."""
+    made: dict[tuple[str, int], Path] = {}
+
+    def make(kind: str, seed: int = 1) -> Path:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        if (kind, seed) in made:
+            return made[kind, seed]
+        sizes = {"head_dim": 32} if kind == "qwen3" else {}
+        config = AutoConfig.for_model(
+            kind,
+            vocab_size=43,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            tie_word_embeddings=kind == "qwen2",
+            pad_token_id=5,  # sampled now and then: transformers keeps its embedding still
+            **sizes,
+        )
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                width = 0.1 if weight.ndim > 1 else 0.3
+                weight.copy_(torch.randn_like(weight) * width + ("norm" in name))
+        folder = tmp_path_factory.mktemp(f"{kind}-{seed}")
+        model.save_pretrained(folder)
+        made[kind, seed] = folder
+        return folder
+
+    return make

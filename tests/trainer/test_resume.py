@@ -113,9 +113,9 @@ def test_a_path_that_is_not_there_is_refused(tmp_path):
     refused(configured(tmp_path, given, mode="path"), "DPA804", "/nonexistent")
 
 
-def test_a_checkpoint_of_other_ranks_is_refused_before_anything_starts(ended):
-    config = configured(ended, "trainer.n_gpus_per_node=4")
-    refused(config, "DPA804", "of 2 ranks, this run has 4")
+def test_a_checkpoint_of_other_ranks_or_engine_is_gone_on_from(ended):
+    for other in ("trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.strategy=megatron"):
+        assert find_place(configured(ended, other)).checkpoint.step == 3
 
 
 def test_a_damaged_rank_file_is_refused_before_anything_starts(ended):

@@ -141,3 +141,21 @@ def negative_log_likelihood(
 ) -> Float[Tensor, "rows response"]:
     """The supervised warm-up's loss per token, in nats."""
     return -log_probs
+
+
+@jaxtyped(typechecker=beartype)
+def value_loss(
+    values: Float[Tensor, "rows response"],
+    old_values: Float[Tensor, "rows response"],
+    returns: Float[Tensor, "rows response"],
+    *,
+    clip: float,
+) -> tuple[Float[Tensor, "rows response"], Shaped[Tensor, "rows response"]]:
+    """PPO's clipped value loss per token, and where the clip is active.
+
+    ``max((v - R)^2, (v' - R)^2) / 2`` with ``v'`` the value held within ``clip`` of the old one
+    (OpenAI's baselines, ppo2/model.py; verl's ``critic.cliprange_value``). Gradient by ``values``.
+    """
+    held_BR = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip)
+    plain_BR, clipped_BR = (values - returns).square(), (held_BR - returns).square()
+    return torch.maximum(plain_BR, clipped_BR) / 2, (clipped_BR > plain_BR).detach()

@@ -16,16 +16,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from dataproto_audit.trainer.backends import shards
 from dataproto_audit.trainer.backends.shards import ShardSpec
+from dataproto_audit.trainer.backends.whole import Whole
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     """Which model to build. ``path`` is a local folder in Hugging Face layout; nothing is loaded
     from elsewhere and no code of the folder runs.
+
+    ``head``: ``lm`` scores tokens, ``value`` gives one number at each position (a critic; the
+    folder is that of a token classifier with one label, or of a language model: then the value
+    head begins at 0).
 
     ``remove_padding`` lays the rows of a micro-batch on one line; attention is then ours, whatever
     ``attn_implementation`` says. ``fused_kernels`` scores tokens without keeping their logits.
@@ -36,6 +41,12 @@ class ModelSpec:
     attn_implementation: str = "eager"
     remove_padding: bool = False
     fused_kernels: bool = False
+    head: str = "lm"
+
+    @property
+    def values(self) -> bool:
+        """Whether this is a value model."""
+        return self.head == "value"
 
 
 @dataclass(frozen=True)
@@ -97,15 +108,26 @@ class MicroBatch:
 @dataclass(frozen=True)
 class TokenOutputs:
     """Log-prob of each response token and entropy of its distribution (nats), f32[B, R];
-    0 where the response is not attended. ``entropy_BR`` is None unless asked for."""
+    0 where the response is not attended. ``entropy_BR`` is None unless asked for.
+
+    A value model gives ``values_BR`` instead, that of the state before each response token, and
+    zeros for log-probs.
+    """
 
     log_probs_BR: Tensor
     entropy_BR: Tensor | None = None
+    values_BR: Tensor | None = None
+
+    @classmethod
+    def of_values(cls, values_BR: Tensor) -> TokenOutputs:
+        """The outputs of a value model."""
+        return cls(torch.zeros_like(values_BR.detach()), None, values_BR)
 
     def detach(self) -> TokenOutputs:
         """The same values without their graph."""
         entropy = None if self.entropy_BR is None else self.entropy_BR.detach()
-        return TokenOutputs(self.log_probs_BR.detach(), entropy)
+        values = None if self.values_BR is None else self.values_BR.detach()
+        return TokenOutputs(self.log_probs_BR.detach(), entropy, values)
 
 
 Loss = Callable[[int, TokenOutputs], Tensor]
@@ -126,6 +148,8 @@ class Backend(ABC):
     dp_size: int
     collects: bool
     """Whether this rank's outputs are the ones to keep, of those with the same ``dp_rank``."""
+    speaks: bool
+    """The same for what layers give, of those that hold the same layers."""
     device: torch.device
     trainable: bool
     aliases: dict[str, str]
@@ -141,6 +165,15 @@ class Backend(ABC):
         order of its schedule in unit costs (:func:`..schedules.pipeline_bubble`); None without a
         pipeline. *Local.*"""
         return None
+
+    @abstractmethod
+    def layers(self) -> dict[str, nn.Module]:
+        """Layers of this rank by the names of :mod:`.layers`. *Local.*"""
+
+    @abstractmethod
+    def hidden_states(self, micro: MicroBatch, output: Tensor) -> Tensor:
+        """[N, H] at the compared tokens (:func:`.layers.compared_tokens`) from what one of
+        :meth:`layers` gave for ``micro``."""
 
     @abstractmethod
     def forward(self, micro: MicroBatch, *, temperature: float, entropy: bool) -> TokenOutputs:
@@ -161,8 +194,8 @@ class Backend(ABC):
         """Start over with a fresh optimizer. *Local.*"""
 
     @abstractmethod
-    def set_lr(self, lr: float) -> None:
-        """Learning rate of the next step. *Local.*"""
+    def set_rates(self, lr: float, weight_decay: float | None = None) -> None:
+        """Learning rate, and weight decay if given, of the next steps. *Local.*"""
 
     @abstractmethod
     def train_mode(self, training: bool) -> None:
@@ -188,6 +221,11 @@ class Backend(ABC):
     @abstractmethod
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Take back what :meth:`state` gave, in the same layout. Raises DPA804. *Local.*"""
+
+    @abstractmethod
+    def state_from(self, whole: Whole) -> dict[str, Tensor]:
+        """What :meth:`state` would give, from a checkpoint of any layout put together. Raises
+        DPA804. *Local.*"""
 
     def infer(
         self,

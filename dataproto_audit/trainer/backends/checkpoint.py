@@ -25,6 +25,7 @@ from dataproto_audit.codes import UsageError
 
 SCHEMA = 1
 INDEX = "checkpoint.json"
+STRATEGIES = ("fsdp", "fsdp2", "megatron")
 PIECE = 2**22
 """Bytes read at once while a file is only compared."""
 
@@ -98,12 +99,14 @@ class Index:
     files: tuple[RankFile, ...]
     extra: dict[str, Any]
 
+    def fits(self, *, world_size: int, layout: Mapping[str, Any]) -> bool:
+        """Whether each rank of such a run finds all it needs in its own file."""
+        return len(self.files) == world_size and self.layout == dict(layout)
 
-def read_index(folder: Path, *, world_size: int, layout: Mapping[str, Any]) -> Index:
-    """The index of ``folder``, checked against the ranks and layout of this run.
 
-    Raises DPA804 if the checkpoint is incomplete, of another number of ranks or another layout.
-    """
+def read_index(folder: Path) -> Index:
+    """The index of ``folder``; raises DPA804 if the checkpoint is incomplete, or of a layout that
+    nothing is known of."""
     try:
         raw = json.loads((folder / INDEX).read_bytes())
     except FileNotFoundError as error:
@@ -117,14 +120,8 @@ def read_index(folder: Path, *, world_size: int, layout: Mapping[str, Any]) -> I
         index = Index(int(raw["step"]), dict(raw["layout"]), files, dict(raw["extra"]))
     except (KeyError, TypeError, ValueError) as error:
         raise _unreadable(folder, f"{INDEX} lacks {error}") from error
-    if len(files) != world_size:
-        raise UsageError(
-            "DPA804",
-            f"the checkpoint {folder} is of {len(files)} ranks, this run has {world_size}.",
-            f"Resume with trainer.n_gpus_per_node={len(files)}.",
-        )
-    if index.layout != dict(layout):
-        raise _unreadable(folder, f"it is of layout {index.layout}, this run is {dict(layout)}")
+    if index.layout.get("strategy") not in STRATEGIES or not files:
+        raise _unreadable(folder, f"it is of layout {index.layout} and {len(files)} ranks")
     for file in files:
         path = folder / file.name
         if not path.is_file() or path.stat().st_size != file.size:

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from dataproto_audit.codes import UsageError
-from dataproto_audit.trainer.backends import fsdp_limits, hf
+from dataproto_audit.trainer.backends import fsdp_limits, hf, layers
 from dataproto_audit.trainer.backends.base import (
     Backend,
     FSDPOptions,
@@ -31,10 +31,11 @@ from dataproto_audit.trainer.backends.base import (
     OptimSpec,
     TokenOutputs,
 )
-from dataproto_audit.trainer.backends.moments import STATELESS, moments_of, weight_of
+from dataproto_audit.trainer.backends.moments import STATELESS, moments_of, set_rates, weight_of
 from dataproto_audit.trainer.backends.scoring import TokenScoring
 from dataproto_audit.trainer.backends.shards import ShardSpec, dtype_name
-from dataproto_audit.trainer.backends.ulysses import sequence_group
+from dataproto_audit.trainer.backends.ulysses import gather_tokens, sequence_group
+from dataproto_audit.trainer.backends.whole import Whole, fsdp_state
 
 
 class FSDPBackend(Backend):
@@ -56,7 +57,7 @@ class FSDPBackend(Backend):
         fsdp_limits.check_layout(model, options, world_size=self.world_size, device=device.type)
         shared = options.sequence_parallel
         self.dp_rank, self.dp_size = self.rank // shared, self.world_size // shared
-        self.collects = self.rank % shared == 0
+        self.collects = self.speaks = self.rank % shared == 0
         self.device, self.trainable = device, optim is not None
         fsdp_limits.check_model(model, options, hf.model_config(model))
         self.model = hf.build_model(model)
@@ -64,7 +65,7 @@ class FSDPBackend(Backend):
         self.aliases = _aliases(self.model)
         self._keep = hf.takes_logits_to_keep(self.model)
         self._scoring: TokenScoring | None = None
-        if model.remove_padding or model.fused_kernels:
+        if model.remove_padding or model.fused_kernels or model.values:
             group = sequence_group(shared)
             self._scoring = TokenScoring(model.remove_padding, model.fused_kernels, group)
             self._scoring.install(self.model)
@@ -93,6 +94,19 @@ class FSDPBackend(Backend):
             return self._scoring.score(self.model, micro, temperature=temperature, entropy=entropy)
         logits = hf.response_logits(self.model, micro, keep=self._keep)
         return hf.token_outputs(logits, micro, temperature=temperature, entropy=entropy)
+
+    def layers(self) -> dict[str, nn.Module]:
+        """See :meth:`Backend.layers`."""
+        return layers.modules_of(self.model)
+
+    def hidden_states(self, micro: MicroBatch, output: Tensor) -> Tensor:
+        """See :meth:`Backend.hidden_states`. Collective where ranks share tokens."""
+        if self._scoring is not None and self._scoring.packed:
+            group = self._scoring.group
+            line = output[0] if group is None else gather_tokens(output[0], group)
+            return line[layers.line_positions(micro)]
+        rows, columns, _ = layers.compared_tokens(micro.attention_mask_BT)
+        return output[rows, columns]
 
     def packed_notes(self) -> list[dict[str, Any]]:
         """See :meth:`Backend.packed_notes`."""
@@ -145,11 +159,10 @@ class FSDPBackend(Backend):
         self._optimizer = make_optimizer(list(self._local.values()), spec)
         self.grad_clip = spec.grad_clip
 
-    def set_lr(self, lr: float) -> None:
-        """See :meth:`Backend.set_lr`."""
+    def set_rates(self, lr: float, weight_decay: float | None = None) -> None:
+        """See :meth:`Backend.set_rates`."""
         assert self._optimizer is not None, "a frozen model has no optimizer"
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
+        set_rates(self._optimizer.param_groups, lr, weight_decay)
 
     def train_mode(self, training: bool) -> None:
         """See :meth:`Backend.train_mode`."""
@@ -198,6 +211,10 @@ class FSDPBackend(Backend):
         self.weights_changed()
         if self._optimizer is not None:
             self._load_optimizer(state)
+
+    def state_from(self, whole: Whole) -> dict[str, Tensor]:
+        """See :meth:`Backend.state_from`."""
+        return fsdp_state(whole, self._shards, list(self._local) if self.trainable else [])
 
     def _load_optimizer(self, state: dict[str, Tensor]) -> None:
         assert self._optimizer is not None

@@ -78,7 +78,7 @@ def check_model(model: ModelSpec, options: FSDPOptions, config: Mapping[str, Any
             ("use_fused_kernels", model.fused_kernels),
         )
         if wanted
-    ]
+    ] + (["a value head"] if model.values else [])
     if not on:
         return
     slides = bool(config.get("use_sliding_window")) and bool(config.get("sliding_window"))

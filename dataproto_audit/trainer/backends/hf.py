@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def build_model(spec: ModelSpec) -> nn.Module:
-    """The causal language model of ``spec`` on the CPU, whole, in evaluation mode.
+    """The model of ``spec`` on the CPU, whole, in evaluation mode: a causal language model, or a
+    token classifier with one label for values, whose dropout is off.
 
     Raises DPA852 if the folder lacks its config or weights, DPA851 for an unknown dtype.
     """
@@ -28,21 +31,47 @@ def build_model(spec: ModelSpec) -> nn.Module:
         raise UsageError(
             "DPA851", f"unknown model dtype {spec.dtype!r}.", f"Choose one of {', '.join(DTYPES)}."
         )
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    kind = AutoModelForTokenClassification if spec.values else AutoModelForCausalLM
     try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            str(folder),
-            dtype=DTYPES[spec.dtype],
-            attn_implementation=spec.attn_implementation,
-            local_files_only=True,
-            trust_remote_code=False,
-        )
+        options: dict[str, Any] = {}
+        if spec.values:
+            config = options["config"] = AutoConfig.from_pretrained(str(folder), **local)
+            config.num_labels, config.classifier_dropout = 1, 0.0
+        with _quiet(spec.values):
+            model, told = kind.from_pretrained(
+                str(folder),
+                dtype=DTYPES[spec.dtype],
+                attn_implementation=spec.attn_implementation,
+                output_loading_info=True,
+                **local,
+                **options,
+            )
     except OSError as error:
         raise UsageError(
             "DPA852", f"no weights in {folder}: {error}", "Save model and tokenizer there."
         ) from error
-    return model.eval()
+    if spec.values and "score.weight" in told["missing_keys"]:
+        for parameter in model.score.parameters():
+            nn.init.zeros_(parameter)
+    built: nn.Module = model.eval()
+    return built
+
+
+@contextmanager
+def _quiet(missing_head: bool) -> Iterator[None]:
+    """Without transformers' report of a head that is not in the folder, if that is foreseen."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    if missing_head:
+        logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
 
 
 def model_config(spec: ModelSpec) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -58,3 +59,11 @@ def moments_of(state: Mapping[str, Tensor], parameters: Iterable[str]) -> list[d
             )
         out.append({key: value.clone() for key, value in found.items() if key != STATELESS})
     return out
+
+
+def set_rates(groups: Iterable[dict[str, Any]], lr: float, weight_decay: float | None) -> None:
+    """Write learning rate and, if given, weight decay into an optimizer's groups."""
+    for group in groups:
+        group["lr"] = lr
+        if weight_decay is not None:
+            group["weight_decay"] = weight_decay

@@ -70,7 +70,7 @@ class TokenScoring:
                 labels_N=packed.labels_N,
                 **options,
             )
-            return _outputs(scores, packed)
+            return _outputs(model, scores, packed)
         self.notes.append(packed.note)
         rows = rows_of(packed, group=self.group)
         if self.group is None:
@@ -82,8 +82,8 @@ class TokenScoring:
                 packed_rows=rows,
                 **options,
             )
-            return _outputs(scores, packed)
-        return _outputs(self._shared(model, packed, rows, options), packed)
+            return _outputs(model, scores, packed)
+        return _outputs(model, self._shared(model, packed, rows, options), packed)
 
     def _shared(
         self, model: nn.Module, packed: Packed, rows: Rows, options: dict[str, Any]
@@ -119,10 +119,11 @@ def scored_forward(
     fused: bool,
     **attention: Any,
 ) -> tuple[Tensor, ...]:
-    """Log-probs of ``labels_N`` (and entropies) f32[N], from the outputs at ``chosen_N``.
+    """Log-probs of ``labels_N`` (and entropies) f32[N], from the outputs at ``chosen_N``; of a
+    token classifier its values there.
 
-    ``self`` is a causal language model of transformers; ``chosen_N`` counts over the flattened
-    ``input_ids``.
+    ``self`` is a causal language model, or a token classifier, of transformers; ``chosen_N``
+    counts over the flattened ``input_ids``.
     """
     hidden = self.model(
         input_ids=input_ids,
@@ -132,6 +133,8 @@ def scored_forward(
         **attention,
     ).last_hidden_state
     hidden_NH = hidden.flatten(0, 1)[chosen_N]
+    if values_of(self):
+        return (self.score(hidden_NH).float().sum(-1),)  # one column; FSDP warns of views
     if fused:
         scores = fused_scores(
             hidden_NH, self.lm_head.weight, labels_N, temperature=temperature, entropy=entropy
@@ -154,5 +157,12 @@ def check_family(model_type: str, *, keys: str, sliding_window: bool = False) ->
         )
 
 
-def _outputs(scores: tuple[Tensor, ...], packed: Packed) -> TokenOutputs:
+def values_of(model: nn.Module) -> bool:
+    """Whether ``model`` is a token classifier, which gives values, and no language model."""
+    return hasattr(model, "score") and not hasattr(model, "lm_head")
+
+
+def _outputs(model: nn.Module, scores: tuple[Tensor, ...], packed: Packed) -> TokenOutputs:
+    if values_of(model):
+        return TokenOutputs.of_values(packed.spread(scores[0]))
     return TokenOutputs(*(packed.spread(score) for score in scores))

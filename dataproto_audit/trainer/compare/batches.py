@@ -12,6 +12,7 @@ from dataproto_audit.protocol import DataProto
 from dataproto_audit.trainer.workers.inputs import FORWARD_FIELDS
 
 LOSS_FIELDS = ("response_mask", "old_log_probs", "ref_log_prob", "advantages")
+VALUE_FIELDS = ("values", "returns")
 PROMPT, RESPONSE = 8, 10
 
 
@@ -58,7 +59,7 @@ def from_tensors(
             f"{len(tensors['input_ids'])} rows; a layout cuts them into {multiple_of} parts.",
             "Give a larger batch, or layouts with fewer data-parallel ranks.",
         )
-    names = [n for n in (*FORWARD_FIELDS, *LOSS_FIELDS) if n in tensors]
+    names = [n for n in (*FORWARD_FIELDS, *LOSS_FIELDS, *VALUE_FIELDS) if n in tensors]
     fields = {name: tensors[name][:count].clone() for name in names}
     for name in (*FORWARD_FIELDS, "response_mask"):
         if name in fields:
@@ -70,7 +71,8 @@ def complete(batch: DataProto, log_probs: Tensor, *, seed: int = 0) -> list[str]
     """Add the fields of the loss that ``batch`` lacks; returns their names.
 
     ``log_probs`` f[rows, response] of the model. Old and reference log-probs are those with noise,
-    so that the clip is active and the KL is not zero; advantages are noise, one a row.
+    so that the clip is active and the KL is not zero; advantages are noise, one a row; old values
+    and returns are noise, too.
     """
     random = torch.Generator().manual_seed(seed)
     tensors, made = batch.batch, []
@@ -85,11 +87,13 @@ def complete(batch: DataProto, log_probs: Tensor, *, seed: int = 0) -> list[str]
         "old_log_probs": lambda: log_probs.float() + noise(0.3),
         "ref_log_prob": lambda: log_probs.float() + noise(0.3),
         "advantages": lambda: noise(1.0)[:, :1] * tensors["response_mask"],
+        "values": lambda: noise(1.0),
+        "returns": lambda: noise(1.0),
     }
     for name, make in wanted.items():
         if name not in tensors:
             tensors[name] = make()
             made.append(name)
-    for name in ("old_log_probs", "ref_log_prob", "advantages"):
+    for name in ("old_log_probs", "ref_log_prob", "advantages", *VALUE_FIELDS):
         tensors[name] = tensors[name].float()
     return made

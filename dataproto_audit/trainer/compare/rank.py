@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -23,17 +24,21 @@ from dataproto_audit.protocol import DataProto
 from dataproto_audit.trainer.backends import shards
 from dataproto_audit.trainer.backends.base import Backend
 from dataproto_audit.trainer.batching import Index
+from dataproto_audit.trainer.compare.critic import ValueAnswer, value_step
+from dataproto_audit.trainer.compare.layers import States, collect
 from dataproto_audit.trainer.compare.meter import Meter, Usage, size_of
 from dataproto_audit.trainer.plans import MiniBatchPlan
 from dataproto_audit.trainer.workers.actor import TrainWorker
 from dataproto_audit.trainer.workers.dispatch import Place
+from dataproto_audit.trainer.workers.inputs import micro_batch
 from dataproto_audit.trainer.workers.spec import WorkerSpec
 
 
 @dataclass
 class Task:
     """What a rank is to run. ``store`` is where the ranks of this layout meet; ``chunks`` holds
-    the rows of every data-parallel rank, with the micro-batches of both passes."""
+    the rows of every data-parallel rank, with the micro-batches of both passes; ``layers`` asks for
+    the hidden states, ``values`` for a value model's step, too."""
 
     rank: int
     world: int
@@ -43,6 +48,8 @@ class Task:
     forward: tuple[tuple[Index, ...], ...]
     update: tuple[tuple[MiniBatchPlan, ...], ...]
     tamper: str | None = None
+    layers: bool = False
+    values: bool = False
 
 
 @dataclass
@@ -58,6 +65,8 @@ class Answer:
     usage: Usage
     startup_s: float
     step_cpu_s: float
+    layers: States = field(default_factory=dict)
+    values: ValueAnswer | None = None
     notes: dict[str, Any] = field(default_factory=dict)
 
 
@@ -84,8 +93,16 @@ def serve(connection: Connection) -> None:
         except Exception:  # noqa: BLE001 - the driver tells
             connection.send(Failed(None, traceback.format_exc()))
         finally:
+            _leave_megatron()
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+def _leave_megatron() -> None:
+    """Megatron's groups belong to the process, and the next task's are others."""
+    model = sys.modules.get("dataproto_audit.trainer.backends.megatron.model")
+    if model is not None:
+        model.leave_groups()
 
 
 def run(task: Task) -> Answer:
@@ -107,6 +124,7 @@ def _measured(task: Task, worker: TrainWorker, place: Place, startup: float) -> 
     backend = worker.actor
     chunk, plan = task.chunks[place.dp_rank], task.update[place.dp_rank]
     lr = task.spec.optim.lr
+    states = _layers(task, backend, chunk, place) if task.layers else {}
     outputs = worker.compute_log_prob(chunk, task.forward[place.dp_rank], "actor", True)
     kept: dict[str, Any] = {}
     with _before_step(backend, lambda: _keep(kept, backend, task)):
@@ -133,7 +151,22 @@ def _measured(task: Task, worker: TrainWorker, place: Place, startup: float) -> 
         usage=meter.usage(),
         startup_s=startup,
         step_cpu_s=spent,
+        layers=states,
+        values=_value_step(task, backend, chunk, place) if task.values else None,
     )
+
+
+def _value_step(task: Task, backend: Backend, chunk: DataProto, place: Place) -> ValueAnswer:
+    (plan,) = task.update[place.dp_rank]
+    return value_step(
+        task.spec, chunk, task.forward[place.dp_rank], plan, optim=task.spec.optim, like=backend
+    )
+
+
+def _layers(task: Task, backend: Backend, chunk: DataProto, place: Place) -> States:
+    rows = task.forward[place.dp_rank]
+    micros = [micro_batch(chunk.batch, index, device=backend.device) for index in rows]
+    return collect(backend, micros, temperature=float(chunk.meta_info["temperature"]))
 
 
 @contextmanager
@@ -178,7 +211,8 @@ def _parameters(backend: Backend) -> list[Tensor]:
 
 
 def _optimizer(backend: Backend) -> list[Tensor]:
-    return [value for key, value in backend.state().items() if not key.startswith("model/")]
+    kept = ("optim/", "main/")
+    return [value for key, value in backend.state().items() if key.startswith(kept)]
 
 
 def _function(place: str) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 
 from dataproto_audit.codes import CodedError
 from dataproto_audit.protocol import DataProto
@@ -14,12 +15,21 @@ from dataproto_audit.trainer.backends import hf, shards
 from dataproto_audit.trainer.backends.base import OptimSpec
 from dataproto_audit.trainer.backends.device import training_device
 from dataproto_audit.trainer.backends.fsdp_limits import check_layout, check_model
-from dataproto_audit.trainer.compare.judge import Values, differences, tolerances, wrong_values
+from dataproto_audit.trainer.compare.judge import (
+    Values,
+    differences,
+    first_wrong,
+    gradient_factor,
+    tolerances,
+    wrong_gradients,
+    wrong_values,
+)
+from dataproto_audit.trainer.compare.layers import LayerGap, Told, gaps
 from dataproto_audit.trainer.compare.layouts import Layout
 from dataproto_audit.trainer.compare.pool import Pool
 from dataproto_audit.trainer.compare.rank import Answer, Task
 from dataproto_audit.trainer.megatron import check_role
-from dataproto_audit.trainer.plans import MicroBatching, plan_forward, plan_update
+from dataproto_audit.trainer.plans import ForwardPlan, MicroBatching, plan_forward, plan_update
 from dataproto_audit.trainer.workers import hang
 from dataproto_audit.trainer.workers.dispatch import collect, kept, merge_losses
 from dataproto_audit.trainer.workers.spec import LossOptions, UpdateOptions, WorkerSpec
@@ -36,7 +46,7 @@ class Expected(Protocol):
     """Where the expected values come from: the same step, computed by something else."""
 
     def values(self, batch: DataProto, dtype: str) -> Values:
-        """The step in float32."""
+        """The step in float32; with the states of layers if those are to be compared."""
 
     def noise(self, batch: DataProto, dtype: str) -> Values:
         """The same, computed another way: other micro-batches and kernels, or ``dtype``."""
@@ -52,6 +62,7 @@ class Compared:
     bounds: dict[str, float]
     wrong: list[str]
     ranks: list[dict[str, Any]] = field(default_factory=list)
+    layers: list[LayerGap] = field(default_factory=list)
 
     @property
     def agree(self) -> bool:
@@ -67,6 +78,7 @@ class Compared:
         return {
             **verdict,
             **self.found,
+            **({"layers": [asdict(gap) for gap in self.layers]} if self.layers else {}),
             "tolerance": self.bounds,
             "peak_bytes": most["peak_bytes"],
             "comm_bytes": max(sum(rank["comm_bytes"].values()) for rank in self.ranks),
@@ -104,53 +116,102 @@ def compare(
     expected: Expected,
     pool: Pool,
     told: Callable[[str], None] = lambda _: None,
+    layers: bool = False,
 ) -> list[Compared]:
     """Each layout's step on ``batch`` against the expected one; ``told`` hears what is going on.
 
-    The batch holds the fields of an update and ``meta_info`` temperature. Layouts of one engine
-    share processes; Megatron keeps state in the process, so each of its layouts gets new ones.
-    Raises ``UsageError`` for a layout that :func:`check` refuses, before any starts; an error of
-    one that runs is its result, and the others go on.
+    The batch holds the fields of an update and ``meta_info`` temperature. Layouts share
+    processes. Raises ``UsageError`` for a layout that :func:`check` refuses, before any starts; an
+    error of one that runs is its result, and the others go on. ``layers`` compares the hidden
+    states of every layer, too, which ``expected`` must hold then.
     """
     for layout in layouts:
         check(layout, rows=len(batch))
-    together = [layout.world for layout in layouts if layout.strategy != "megatron"]
-    if together and layouts[0].strategy != "megatron":
-        pool.start(max(together))
+    pool.start(max(layout.world for layout in layouts))
     results = []
-    judged: dict[str, tuple[Values, dict[str, float]]] = {}
+    judged: dict[str, Judged] = {}
     for layout in layouts:
         if layout.dtype not in judged:
             told(f"expected values, {layout.dtype}")
             judged[layout.dtype] = _bounds(expected, batch, layout.dtype)
-        values, bounds = judged[layout.dtype]
         told(layout.name)
-        if layout.strategy == "megatron":
-            pool.close()
         try:
-            answers = run_layout(batch, layout, pool)
-            found = differences(_values(batch, layout, answers), values)
+            with_values = judged[layout.dtype].values.token_values is not None
+            answers = run_layout(batch, layout, pool, layers=layers, values=with_values)
+            results.append(_compared(batch, layout, answers, judged[layout.dtype], layers=layers))
         except CodedError as error:
+            bounds = judged[layout.dtype].bounds
             results.append(Compared(layout, {}, bounds, [str(error)]))
-            continue
-        finally:
-            if layout.strategy == "megatron":
-                pool.close()
-        results.append(
-            Compared(layout, found, bounds, wrong_values(found, bounds), _ranks(answers))
-        )
     return results
 
 
-def _bounds(expected: Expected, batch: DataProto, dtype: str) -> tuple[Values, dict[str, float]]:
-    values = expected.values(batch, dtype)
-    noise = differences(expected.noise(batch, dtype), values)
+class Judged(NamedTuple):
+    """What layouts of one precision are judged by."""
+
+    values: Values
+    noise: Values
+    bounds: dict[str, float]
+
+
+def _compared(
+    batch: DataProto, layout: Layout, answers: Sequence[Answer], judged: Judged, *, layers: bool
+) -> Compared:
+    ours, bounds = _values(batch, layout, answers), judged.bounds
+    found = differences(ours, judged.values)
+    wrong = wrong_values(found, bounds)
+    gradients = wrong_gradients(ours, judged.values, bound=bounds["max_abs_grad_diff"])
+    seen = _layers(batch, layout, answers, judged) if layers else []
+    first = next((gap.name for gap in seen if not gap.agrees), "") if layers else None
+    if first:
+        wrong.append("layers")
+    found |= {
+        "first_wrong": first_wrong(wrong, layer=first, gradients=gradients),
+        "wrong_gradients": gradients,
+        "gradient_factor": gradient_factor(ours, judged.values) if gradients else None,
+    }
+    return Compared(layout, found, bounds, wrong, _ranks(answers), seen)
+
+
+def _layers(
+    batch: DataProto, layout: Layout, answers: Sequence[Answer], judged: Judged
+) -> list[LayerGap]:
+    forward: ForwardPlan = answers[0].notes["forward"]
+    told = [
+        Told(
+            answer.place.rank,
+            answer.place.dp_rank,
+            forward.ranks[answer.place.dp_rank],
+            answer.layers,
+        )
+        for answer in answers
+    ]
+    mask, parts = batch.batch["attention_mask"], layout.data_parallel
+    return gaps(told, judged.values.layers, judged.noise.layers, mask, parts=parts)
+
+
+def _bounds(expected: Expected, batch: DataProto, dtype: str) -> Judged:
+    values, noise = expected.values(batch, dtype), expected.noise(batch, dtype)
     largest = max(float(grad.abs().max()) for grad in values.gradients.values())
-    return values, tolerances(noise, largest_gradient=largest)
+    largest_value = max(
+        (float(grad.abs().max()) for grad in values.value_gradients.values()), default=0.0
+    )
+    scored = {"log_prob": values.log_probs, "entropy": values.entropy}
+    if values.token_values is not None:
+        scored["value"] = values.token_values
+    bounds = tolerances(
+        differences(noise, values),
+        largest_gradient=largest,
+        largest_value_gradient=largest_value,
+        largest={name: float(found.abs().max()) for name, found in scored.items()},
+    )
+    return Judged(values, noise, bounds)
 
 
-def run_layout(batch: DataProto, layout: Layout, pool: Pool) -> list[Answer]:
-    """The answers of the layout's ranks, in their order."""
+def run_layout(
+    batch: DataProto, layout: Layout, pool: Pool, *, layers: bool = False, values: bool = False
+) -> list[Answer]:
+    """The answers of the layout's ranks, in their order; ``layers`` with the states of layers,
+    ``values`` with a value model's step."""
     lengths, trained = (
         batch.batch[name].sum(-1).numpy().astype(np.int64)
         for name in ("attention_mask", "response_mask")
@@ -166,13 +227,13 @@ def run_layout(batch: DataProto, layout: Layout, pool: Pool) -> list[Answer]:
     chunks = batch.chunk(parts)
     tasks = [
         Task(rank, layout.world, (HERE, port), spec, chunks, forward.ranks, update.ranks,
-             layout.tamper)
+             layout.tamper, layers, values)
         for rank in range(layout.world)
     ]  # fmt: skip
     answers = pool.run(tasks)
     del store
     for answer in answers:
-        answer.notes["plan"] = update
+        answer.notes |= {"plan": update, "forward": forward}
     return answers
 
 
@@ -197,6 +258,8 @@ def _values(batch: DataProto, layout: Layout, answers: Sequence[Answer]) -> Valu
     updates = kept([answer.update for answer in answers], places)
     (losses,) = merge_losses(updates, answers[0].notes["plan"], mode=LOSS.loss_agg_mode)
     after = shards.join([answer.weights for answer in answers])
+    told = [answer.values for answer in answers]
+    asked = [one for one in told if one is not None]
     start = dict(hf.build_model(layout.model).named_parameters())
     return Values(
         log_probs=outputs.batch["old_log_probs"],
@@ -204,6 +267,8 @@ def _values(batch: DataProto, layout: Layout, answers: Sequence[Answer]) -> Valu
         terms={name: float(losses[name]) for name in TERMS},
         gradients=shards.join([answer.gradients for answer in answers]),
         moved={name: after[name].float() - start[name].detach().float() for name in after},
+        token_values=torch.cat([one.values for one in kept(asked, places)]) if asked else None,
+        value_gradients=shards.join([one.gradients for one in asked]) if asked else {},
     )
 
 

@@ -27,6 +27,7 @@ from dataproto_audit.trainer.plans import MiniBatchPlan
 from dataproto_audit.trainer.workers import hang
 from dataproto_audit.trainer.workers.dispatch import Place
 from dataproto_audit.trainer.workers.inputs import micro_batch, scatter, token_counts
+from dataproto_audit.trainer.workers.reshard import read_files, under, whole_of_role
 from dataproto_audit.trainer.workers.spec import WorkerSpec, megatron_of, roles_of, strategy_of
 from dataproto_audit.trainer.workers.update import (
     MiniBatchResult,
@@ -130,15 +131,22 @@ class TrainWorker:
         note = self._note(data, [index.tolist() for index in micro_batches], started, backend)
         return DataProto.from_dict(tensors, meta_info={"rank": note})
 
-    def update_actor(self, data: DataProto, plan: Sequence[MiniBatchPlan], lr: float) -> DataProto:
-        """Run the mini-batches of ``plan`` in order, one optimizer step each, at rate ``lr``.
+    def update_actor(
+        self,
+        data: DataProto,
+        plan: Sequence[MiniBatchPlan],
+        lr: float,
+        weight_decay: float | None = None,
+    ) -> DataProto:
+        """Run the mini-batches of ``plan`` in order, one optimizer step each, at rate ``lr``; at
+        the optimizer's weight decay, or the given one.
 
         Returns per row ``update_log_probs`` and ``mini_batch`` (and ``update_entropys`` where
         the loss has an entropy term), all of the first epoch; in ``meta_info`` this rank's note
         and, for each mini-batch, its shares of the loss terms.
         """
         started = time.process_time()
-        self.actor.set_lr(lr)
+        self.actor.set_rates(lr, weight_decay)
         rows, width = data.batch["responses"].shape
         tensors = {
             "update_log_probs": torch.zeros(rows, width),
@@ -234,11 +242,29 @@ class TrainWorker:
     def load_checkpoint(self, folder: str, entry: RankFile) -> int:
         """Take back what :meth:`save_checkpoint` wrote; returns the weights' version."""
         tensors = read_rank_file(Path(folder), entry)
-        self.actor.load_state(_under("actor/", tensors))
-        reference = _under("ref/", tensors)
+        self.actor.load_state(under("actor/", tensors))
+        reference = under("ref/", tensors)
         if self.reference is not None and reference:
             self.reference.load_state(reference)
             self._reference_moved = True
+        return self._take_rest(tensors)
+
+    def load_resharded(
+        self, folder: str, entries: Sequence[RankFile], layout: dict[str, Any]
+    ) -> int:
+        """Take what ranks of another layout wrote; returns the weights' version.
+
+        Weights and moments are exact; the random state is that of one of the old ranks.
+        """
+        files, model = read_files(Path(folder), entries), Path(self.spec.model.path)
+        for role, backend in (("actor", self.actor), ("ref", self.reference)):
+            whole = whole_of_role(files, role, layout, model=model) if backend else None
+            if backend is not None and whole is not None:
+                backend.load_state(backend.state_from(whole))
+                self._reference_moved |= role == "ref"
+        return self._take_rest(files[self.rank % len(files)])
+
+    def _take_rest(self, tensors: dict[str, torch.Tensor]) -> int:
         torch.set_rng_state(tensors["rng/cpu"])
         if "rng/cuda" in tensors and self.actor.device.type == "cuda":
             torch.cuda.set_rng_state(tensors["rng/cuda"])
@@ -313,12 +339,6 @@ def _fill(tensors: dict[str, torch.Tensor], mini: MiniBatchPlan, result: MiniBat
     tensors["mini_batch"][torch.from_numpy(mini.rows)] = mini.index
     if "update_entropys" in tensors:
         scatter(tensors["update_entropys"], mini.micro_batches, [out.entropy_BR for out in outputs])
-
-
-def _under(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {
-        key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)
-    }
 
 
 def _numel(spec: pieces.ShardSpec) -> int:

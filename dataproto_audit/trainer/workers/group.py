@@ -35,7 +35,12 @@ from dataproto_audit.trainer.workers.dispatch import (
 )
 from dataproto_audit.trainer.workers.failures import RESUME, explain, hung
 from dataproto_audit.trainer.workers.inputs import FORWARD_FIELDS
-from dataproto_audit.trainer.workers.spec import WorkerSpec, checkpoint_layout, lr_at
+from dataproto_audit.trainer.workers.spec import (
+    WorkerSpec,
+    checkpoint_layout,
+    lr_at,
+    weight_decay_at,
+)
 
 LOCAL_TIMEOUT_S = 900.0
 """For calls without collectives (start, checkpoints): they leave no notes on the way."""
@@ -163,9 +168,12 @@ class WorkerGroup:
         loss = self.spec.loss
         fields = (*UPDATE_FIELDS, *(("ref_log_prob",) if loss.use_kl_loss else ()))
         parts = dispatch(batch, fields=fields, meta=("temperature",), ranks=self.dp_size)
-        lr = lr_at(self.spec.optim, self.spec.update, step=step)
+        rates = [
+            at(self.spec.optim, self.spec.update, step=step) for at in (lr_at, weight_decay_at)
+        ]
         args = [
-            (part, mini_batches, lr) for part, mini_batches in zip(parts, plan.ranks, strict=True)
+            (part, mini_batches, *rates)
+            for part, mini_batches in zip(parts, plan.ranks, strict=True)
         ]
         answers = self._rows("update_actor", "update_actor", args, "actor")
         out = collect(answers)
@@ -235,12 +243,17 @@ class WorkerGroup:
         )
 
     def load_checkpoint(self, folder: str | Path) -> checkpoint.Index:
-        """Continue from ``folder``. Raises DPA804 if it is incomplete or of another layout."""
+        """Continue from ``folder``; a checkpoint of another layout or number of ranks is cut anew.
+
+        Raises DPA804 if it is incomplete or does not fit the model.
+        """
         folder = Path(folder).absolute()
-        layout = checkpoint_layout(self.spec)
-        index = checkpoint.read_index(folder, world_size=self.world_size, layout=layout)
-        args = [(str(folder), file) for file in index.files]
-        self.call("load_checkpoint", "load_checkpoint", args, stall_s=LOCAL_TIMEOUT_S)
+        index = checkpoint.read_index(folder)
+        method = "load_checkpoint"
+        args: list[tuple[Any, ...]] = [(str(folder), file) for file in index.files]
+        if not index.fits(world_size=self.world_size, layout=checkpoint_layout(self.spec)):
+            method, args = "load_resharded", [(str(folder), index.files, index.layout)]
+        self.call("load_checkpoint", method, args, stall_s=LOCAL_TIMEOUT_S)
         return index
 
     def hparams(self) -> dict[str, Any]:

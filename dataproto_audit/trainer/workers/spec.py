@@ -8,6 +8,7 @@ from typing import Any
 from dataproto_audit.trainer.backends.base import FSDPOptions, ModelSpec, OptimSpec
 from dataproto_audit.trainer.backends.megatron.options import MegatronOptions, options_from
 from dataproto_audit.trainer.plans import MicroBatching
+from dataproto_audit.trainer.rates import RateSchedule
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,20 @@ class LossOptions:
 
 
 @dataclass(frozen=True)
+class ValueLossOptions:
+    """The value loss, in verl's names (``critic.cliprange_value``, ``critic.loss_agg_mode``)."""
+
+    cliprange_value: float = 0.5
+    loss_agg_mode: str = "token-mean"
+
+
+@dataclass(frozen=True)
 class UpdateOptions:
     """How an update walks over its batch.
 
     ``mini_batch_size`` counts rows over all ranks (verl's ppo_mini_batch_size times n); 0 takes
-    the whole batch. ``lr_warmup_steps`` raises the rate linearly over the first updates.
+    the whole batch. ``lr_warmup_steps`` raises the rate linearly over the first updates; ``rates``,
+    if given, takes the place of that and of the optimizer's weight decay.
     """
 
     mini_batch_size: int = 0
@@ -38,6 +48,7 @@ class UpdateOptions:
     shuffle: bool = True
     seed: int = 0
     lr_warmup_steps: int = 0
+    rates: RateSchedule | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +91,8 @@ def checkpoint_layout(spec: WorkerSpec) -> dict[str, Any]:
     layout: dict[str, Any] = {"strategy": spec.strategy}
     if spec.strategy == "megatron":
         layout |= spec.megatron.layout()
-    elif spec.fsdp.fsdp_size != -1:
+    engines = {strategy_of(spec, role) for role in roles_of(spec)}
+    if engines != {"megatron"} and spec.fsdp.fsdp_size != -1:
         layout["fsdp_size"] = spec.fsdp.fsdp_size
     if strategy_of(spec, "ref") != spec.strategy and spec.with_reference:
         layout["ref_strategy"] = spec.ref_strategy
@@ -88,10 +100,39 @@ def checkpoint_layout(spec: WorkerSpec) -> dict[str, Any]:
 
 
 def lr_at(optim: OptimSpec, update: UpdateOptions, *, step: int) -> float:
-    """Learning rate of update number ``step`` (from 0): linear warm-up, then constant."""
+    """Learning rate of update number ``step`` (from 0): linear warm-up, then constant; or that of
+    the schedule."""
+    if update.rates is not None:
+        return update.rates.lr_at(step)
     if update.lr_warmup_steps <= 0:
         return optim.lr
     return optim.lr * min(1.0, (step + 1) / update.lr_warmup_steps)
+
+
+def weight_decay_at(optim: OptimSpec, update: UpdateOptions, *, step: int) -> float:
+    """Weight decay of update number ``step`` (from 0)."""
+    return optim.weight_decay if update.rates is None else update.rates.weight_decay_at(step)
+
+
+def rate_schedule(config: Any) -> RateSchedule | None:
+    """Megatron's schedule, if ``optim.lr_decay_style`` names one; not checked yet."""
+    optim = config.actor_rollout_ref.actor.optim
+    if optim.lr_decay_style is None:
+        return None
+    steps, start = optim.lr_decay_steps, optim.start_weight_decay
+    return RateSchedule(
+        style=str(optim.lr_decay_style),
+        lr=float(optim.lr),
+        decay_steps=int(config.trainer.total_training_steps if steps is None else steps),
+        warmup_steps=int(optim.lr_warmup_steps),
+        init_lr=float(optim.lr_warmup_init),
+        min_lr=float(optim.min_lr),
+        wsd_style=str(optim.lr_wsd_decay_style),
+        wsd_steps=optim.lr_wsd_decay_steps,
+        weight_decay=float(optim.weight_decay),
+        start_weight_decay=float(optim.weight_decay if start is None else start),
+        incr_style=str(optim.weight_decay_incr_style),
+    )
 
 
 def worker_spec(config: Any, *, model_path: str) -> WorkerSpec:
@@ -136,6 +177,7 @@ def worker_spec(config: Any, *, model_path: str) -> WorkerSpec:
             shuffle=bool(actor.shuffle),
             seed=int(config.trainer.seed),
             lr_warmup_steps=int(actor.optim.lr_warmup_steps),
+            rates=rate_schedule(config),
         ),
         log_prob_micro=_log_prob_micro(rollout),
         ref_micro=_log_prob_micro(ref),

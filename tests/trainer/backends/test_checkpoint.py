@@ -19,8 +19,8 @@ def write(folder, ranks=2):
     checkpoint.write_index(folder, files, step=5, layout=LAYOUT, extra={"reward": 0.5})
 
 
-def read(folder, ranks=2, layout=LAYOUT):
-    return checkpoint.read_index(folder, world_size=ranks, layout=layout)
+def read(folder):
+    return checkpoint.read_index(folder)
 
 
 def test_what_was_written_comes_back(tmp_path):
@@ -40,16 +40,20 @@ def test_tensors_that_share_memory_are_saved_apart(tmp_path):
     assert torch.equal(tensors["b"], base[1:3])
 
 
-def test_another_number_of_ranks_says_which(tmp_path):
+def test_ranks_and_layout_tell_whether_each_rank_has_a_file_of_its_own(tmp_path):
     write(tmp_path)
-    with pytest.raises(UsageError, match=r"DPA804 .* of 2 ranks, this run has 4.*per_node=2"):
-        read(tmp_path, ranks=4)
+    index = read(tmp_path)
+    assert index.fits(world_size=2, layout=LAYOUT)
+    assert not index.fits(world_size=4, layout=LAYOUT)
+    assert not index.fits(world_size=2, layout={"strategy": "megatron"})
 
 
-def test_another_layout_is_refused(tmp_path):
+def test_a_layout_that_nothing_is_known_of_is_refused(tmp_path):
     write(tmp_path)
-    with pytest.raises(UsageError, match=r"DPA804 .*layout"):
-        read(tmp_path, layout={"strategy": "megatron"})
+    file = tmp_path / checkpoint.INDEX
+    file.write_text(file.read_text().replace("fsdp2", "zero3"))
+    with pytest.raises(UsageError, match=r"DPA804 .*layout {'strategy': 'zero3'} and 2 ranks"):
+        read(tmp_path)
 
 
 def test_a_checkpoint_without_index_was_not_finished(tmp_path):

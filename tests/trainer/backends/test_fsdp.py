@@ -156,7 +156,7 @@ def test_adamw_moves_in_the_reference_s_direction_over_two_steps(tiny_model, rag
 def test_the_learning_rate_is_used_from_the_next_step_on(tiny_model, ragged_batch):
     backend, batch = build(tiny_model(), optim=ADAMW), ragged_batch()
     before = {name: piece.data.clone() for name, (piece, _) in backend.shards().items()}
-    backend.set_lr(0.0)
+    backend.set_rates(0.0)
     train(backend, batch, plan_of(batch))
     assert all(torch.equal(piece, before[name]) for name, (piece, _) in backend.shards().items())
 

@@ -40,7 +40,7 @@ def test_what_is_there_stays_and_what_lacks_is_made():
     given = tensors() | {"advantages": torch.full((8, 10), 2.0, dtype=torch.float64)}
     batch = from_tensors(given, rows=8, multiple_of=1, temperature=1.0)
     made = complete(batch, torch.full((8, 10), -3.0))
-    assert made == ["old_log_probs", "ref_log_prob"]
+    assert made == ["old_log_probs", "ref_log_prob", "values", "returns"]
     assert batch.batch["advantages"].dtype == torch.float32
     assert (batch.batch["advantages"] == 2).all()
     off = batch.batch["attention_mask"][:, -10:] == 0

@@ -1,7 +1,15 @@
 import pytest
 import torch
 
-from dataproto_audit.trainer.compare.judge import Values, differences, tolerances, wrong_values
+from dataproto_audit.trainer.compare.judge import (
+    Values,
+    differences,
+    first_wrong,
+    gradient_factor,
+    tolerances,
+    wrong_gradients,
+    wrong_values,
+)
 
 
 def values(**changes):
@@ -49,6 +57,9 @@ def test_nan_and_a_missing_parameter_are_no_agreement():
 def test_tolerances_follow_the_noise_and_have_a_floor():
     quiet = differences(values(), values())
     assert tolerances(quiet, largest_gradient=0.5)["max_abs_grad_diff"] == 0.5e-5
+    far = tolerances(quiet, largest_gradient=1.0, largest={"log_prob": 20.0, "entropy": 0.1})
+    assert far["max_abs_logprob_diff"] == pytest.approx(20 * 4 * 2**-23)
+    assert far["max_abs_entropy_diff"] == 1e-6
     loud = quiet | {"max_abs_logprob_diff": 0.1}
     assert tolerances(loud, largest_gradient=1.0)["max_abs_logprob_diff"] == pytest.approx(0.4)
 
@@ -59,3 +70,51 @@ def test_nan_in_any_loss_term_is_no_agreement(term):
     found = differences(values(terms=terms), values())
     assert (found["worst_term"], found["rel_loss_diff"]) == (term, float("inf"))
     assert wrong_values(found, {"rel_loss_diff": 1.0}) == ["rel_loss_diff"]
+
+
+def test_values_are_compared_where_they_are_expected():
+    expected = values(token_values=torch.zeros(2, 3), value_gradients={"v": torch.ones(2)})
+    off = torch.zeros(2, 3)
+    off[1, 0] = 0.25
+    found = differences(
+        values(token_values=off, value_gradients={"v": torch.tensor([1.0, 1.5])}), expected
+    )
+    assert (found["max_abs_value_diff"], found["worst_value"]) == (0.25, [1, 0])
+    assert (found["max_abs_value_grad_diff"], found["worst_value_gradient"]) == (0.5, "v")
+    quiet = differences(expected, expected)
+    bounds = tolerances(quiet, largest_gradient=1.0, largest_value_gradient=2.0)
+    assert bounds["max_abs_value_grad_diff"] == 2e-5
+    wrong = wrong_values(found, bounds)
+    assert wrong == ["max_abs_value_diff", "max_abs_value_grad_diff"]
+    assert first_wrong(wrong, layer="", gradients=[]) == "value_head"
+
+
+def test_wrong_gradients_are_named_in_the_model_s_order_and_one_factor_is_seen():
+    scaled = {"a": torch.ones(2, 2) / 4, "b": torch.zeros(3)}
+    assert wrong_gradients(values(gradients=scaled), values(), bound=1e-6) == ["a"]
+    assert gradient_factor(values(gradients=scaled), values()) == pytest.approx(0.25)
+    one = {"a": torch.tensor([[1.0, 1.0], [1.0, 2.0]]), "b": torch.zeros(3)}
+    assert gradient_factor(values(gradients=one), values()) is None
+    assert gradient_factor(values(), values()) is None
+    lost = values(gradients={"a": torch.ones(2, 2)})
+    assert wrong_gradients(lost, values(), bound=1e-6) == ["b"]
+    assert gradient_factor(lost, values()) is None
+    nan = {"a": torch.full((2, 2), torch.nan), "b": torch.zeros(3)}
+    assert wrong_gradients(values(gradients=nan), values(), bound=1e-6) == ["a"]
+    assert gradient_factor(values(gradients=nan), values()) is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "layer", "first"),
+    [
+        ([], "", None),
+        (["layers", "max_abs_logprob_diff"], "model.layers.1", "model.layers.1"),
+        (["max_abs_entropy_diff", "rel_loss_diff"], "", "lm_head"),
+        (["max_abs_logprob_diff"], None, "forward"),
+        (["rel_loss_diff", "max_abs_grad_diff"], None, "loss"),
+        (["max_abs_grad_diff", "rel_update_diff"], None, "gradient w"),
+        (["rel_update_diff"], "", "optimizer"),
+    ],
+)
+def test_the_first_place_that_differs(wrong, layer, first):
+    assert first_wrong(wrong, layer=layer, gradients=["w", "x"]) == first

@@ -68,7 +68,7 @@ def batch(model, reference):
     made = batches.demo_batch(vocab_size=42, rows=16)
     made = batches.from_tensors(dict(made.batch), rows=16, multiple_of=4, temperature=0.8)
     assert batches.complete(made, reference.log_probs(made)) == [
-        "old_log_probs", "ref_log_prob", "advantages",
+        "old_log_probs", "ref_log_prob", "advantages", "values", "returns",
     ]  # fmt: skip
     return made
 
@@ -180,7 +180,7 @@ def test_limits_of_megatron_hold_for_layouts_as_for_configurations(model, text, 
 def test_a_layout_that_fails_is_a_result_and_the_next_one_runs(
     batch, model, reference, monkeypatch
 ):
-    def run_layout(batch, layout, pool):
+    def run_layout(batch, layout, pool, **_):
         raise RunError("DPA864", f"{layout.name} ended.", "Leave it out.")
 
     monkeypatch.setattr(run, "run_layout", run_layout)

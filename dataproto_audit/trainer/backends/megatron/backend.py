@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from dataproto_audit.codes import UsageError
 from dataproto_audit.trainer.backends import hf
@@ -23,8 +23,11 @@ from dataproto_audit.trainer.backends.base import (
 )
 from dataproto_audit.trainer.backends.megatron import files, shims, weights
 from dataproto_audit.trainer.backends.megatron.options import MegatronOptions
+from dataproto_audit.trainer.backends.megatron.sizes import tied
+from dataproto_audit.trainer.backends.megatron.whole import SEAT, Held, megatron_state
 from dataproto_audit.trainer.backends.moments import weight_of
 from dataproto_audit.trainer.backends.shards import ShardSpec, fill
+from dataproto_audit.trainer.backends.whole import Whole
 
 with shims.importing():
     from megatron.core import parallel_state as groups
@@ -56,19 +59,23 @@ class MegatronBackend(Backend):
     ) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.device, self.trainable, self.options = device, optim is not None, options
-        folder = Path(model.path)
-        self._hf = files.read_config(folder)
+        self._folder = Path(model.path)
+        self._hf = files.read_config(self._folder)
+        if model.values:  # nothing is tied to a value head
+            self._hf["tie_word_embeddings"] = False
         build.join_groups(options, timeout_s=timeout_s, seed=seed)
         self.dp_rank = groups.get_data_parallel_rank()
         self.dp_size = groups.get_data_parallel_world_size()
         first = groups.get_tensor_model_parallel_rank() + groups.get_context_parallel_rank() == 0
+        self.speaks = first
         self.collects = first and groups.is_pipeline_last_stage(ignore_virtual=True)
-        self.aliases = {weights.HEAD: weights.EMBEDDING} if build.tied(self._hf) else {}
+        self.aliases = {weights.HEAD: weights.EMBEDDING} if tied(self._hf) else {}
         self._config = build.transformer_config(self._hf, options, hf.DTYPES[model.dtype])
         self._chunks = [
-            chunk.to(device) for chunk in build.build_chunks(self._hf, self._config, options)
+            chunk.to(device)
+            for chunk in build.build_chunks(self._hf, self._config, options, values=model.values)
         ]
-        self._load(folder)
+        self._load(self._folder)
         self._modules: list[Any] = list(self._chunks)
         if self.trainable:
             self._modules = wrap(
@@ -85,10 +92,22 @@ class MegatronBackend(Backend):
             vocabulary=int(self._hf["vocab_size"]),
             packed=model.remove_padding,
             fused=model.fused_kernels,
+            values=model.values,
         )
         self._optimizer: Optimizer | None = None
         if optim is not None:
             self.reset_optimizer(optim)
+
+    def layers(self) -> dict[str, nn.Module]:
+        """See :meth:`Backend.layers`."""
+        found: dict[str, nn.Module] = {}
+        for chunk in self._chunks:
+            found |= build.layers_of(chunk, first_layer=self._first_layer(chunk))
+        return found
+
+    def hidden_states(self, micro: MicroBatch, output: Tensor) -> Tensor:
+        """See :meth:`Backend.hidden_states`. Collective where ranks share the sequence."""
+        return self._schedule.hidden_states(micro, output)
 
     def forward(self, micro: MicroBatch, *, temperature: float, entropy: bool) -> TokenOutputs:
         """Scores without a graph; gradients come from :meth:`accumulate` alone. Collective."""
@@ -150,10 +169,10 @@ class MegatronBackend(Backend):
             spec, self._modules, distributed=self.options.distributed_optimizer
         )
 
-    def set_lr(self, lr: float) -> None:
-        """See :meth:`Backend.set_lr`."""
+    def set_rates(self, lr: float, weight_decay: float | None = None) -> None:
+        """See :meth:`Backend.set_rates`."""
         assert self._optimizer is not None, "a frozen model has no optimizer"
-        self._optimizer.set_lr(lr)
+        self._optimizer.set_rates(lr, weight_decay)
 
     def train_mode(self, training: bool) -> None:
         """See :meth:`Backend.train_mode`."""
@@ -181,40 +200,60 @@ class MegatronBackend(Backend):
             self._optimizer.follow_weights()
 
     def state(self) -> dict[str, Tensor]:
-        """See :meth:`Backend.state`. Names: ``model/CHUNK/NAME``, ``optim/...``, ``main/...``."""
-        out = {
-            f"model/{number}/{name}": param.detach()
-            for number, chunk in enumerate(self._chunks)
-            for name, param in chunk.named_parameters()
-        }
+        """See :meth:`Backend.state`. Names: ``model/CHUNK/NAME``, ``optim/...``, ``main/...``, and
+        where this rank sat."""
+        out = {f"model/{key}": param.detach() for key, param, _ in self._named()}
+        seat = self._seat()
+        firsts = [self._first_layer(chunk) for chunk in self._chunks]
+        copy = groups.get_data_parallel_rank(with_context_parallel=True)
+        out[SEAT] = torch.tensor([seat.rank, seat.ranks, copy, *firsts])
         return out | (self._optimizer.state() if self._optimizer is not None else {})
+
+    def state_from(self, whole: Whole) -> dict[str, Tensor]:
+        """See :meth:`Backend.state_from`."""
+        optimizer = self._optimizer
+        parts = {one.name: one.part for one in optimizer.owned()} if optimizer is not None else {}
+        held = [
+            Held(key, param.detach(), first, parts.get(key, (0, 0)))
+            for key, param, first in self._named()
+        ]
+        masters = optimizer is not None and optimizer.separate
+        return megatron_state(whole, held, self._hf, self._seat(), masters=masters)
+
+    def _named(self) -> Iterator[tuple[str, Any, int]]:
+        """``CHUNK/NAME``, parameter, and the place of its chunk's first layer in the model."""
+        for number, chunk in enumerate(self._chunks):
+            first = self._first_layer(chunk)
+            for name, param in chunk.named_parameters():
+                yield f"{number}/{name}", param, first
+
+    def _first_layer(self, chunk: Any) -> int:
+        return int(get_transformer_layer_offset(self._config, vp_stage=chunk.vp_stage))
+
+    def _seat(self) -> weights.Seat:
+        return weights.Seat(
+            rank=groups.get_tensor_model_parallel_rank(),
+            ranks=groups.get_tensor_model_parallel_world_size(),
+            copy=groups.get_data_parallel_rank(with_context_parallel=True) > 0,
+        )
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """See :meth:`Backend.load_state`."""
-        for number, chunk in enumerate(self._chunks):
-            for name, param in chunk.named_parameters():
-                key = f"model/{number}/{name}"
-                given = weight_of(state, key, name, param, wrote="megatron sizes")
-                with torch.no_grad():
-                    param.copy_(given)
+        for name, param, _ in self._named():
+            given = weight_of(state, f"model/{name}", name, param, wrote="megatron sizes")
+            with torch.no_grad():
+                param.copy_(given)
         self.weights_changed()
         if self._optimizer is not None:
             self._optimizer.load_state(state)
 
     def _pieces(self, of: Callable[[Any], Tensor]) -> dict[str, tuple[Tensor, ShardSpec]]:
         """``of`` each parameter (of its shape) as pieces of Hugging Face tensors."""
-        seat = weights.Seat(
-            rank=groups.get_tensor_model_parallel_rank(),
-            ranks=groups.get_tensor_model_parallel_world_size(),
-            copy=groups.get_data_parallel_rank(with_context_parallel=True) > 0,
-        )
+        cut = partial(weights.pieces, model=self._hf, seat=self._seat())
         found: dict[str, tuple[Tensor, ShardSpec]] = {}
-        for chunk in self._chunks:
-            offset = get_transformer_layer_offset(self._config, vp_stage=chunk.vp_stage)
-            cut = partial(weights.pieces, first_layer=offset, model=self._hf, seat=seat)
-            for name, param in chunk.named_parameters():
-                for piece_name, view, spec in cut(name, of(param)):
-                    found[piece_name] = (view, spec)
+        for key, param, first in self._named():
+            for piece_name, view, spec in cut(key.split("/", 1)[1], of(param), first_layer=first):
+                found[piece_name] = (view, spec)
         return found
 
     @torch.no_grad()
@@ -225,7 +264,8 @@ class MegatronBackend(Backend):
                 param.zero_()
         with files.open_weights(folder) as read:
             for name, (piece, spec) in self._pieces(lambda param: param.detach()).items():
-                whole = read(name)
+                begins_at_0 = name in weights.VALUE_HEAD.values()
+                whole = read(name, shape=spec.shape if begins_at_0 else None)
                 if tuple(whole.shape) != spec.shape:
                     raise UsageError(
                         "DPA852",

@@ -19,8 +19,8 @@ from dataproto_audit.codes import UsageError
 class Weights(Protocol):
     """Whole tensors by their Hugging Face names."""
 
-    def __call__(self, name: str) -> Tensor:
-        """The tensor called ``name``; raises DPA852 if there is none."""
+    def __call__(self, name: str, *, shape: tuple[int, ...] | None = None) -> Tensor:
+        """The tensor called ``name``. If there is none: zeros of ``shape``, or DPA852 without."""
         ...
 
 
@@ -51,10 +51,12 @@ def open_weights(folder: Path) -> Iterator[Weights]:
             for file in sorted(folder.glob("pytorch_model*.bin")):
                 tensors |= _load(folder, file)
 
-        def read(name: str) -> Tensor:
+        def read(name: str, *, shape: tuple[int, ...] | None = None) -> Tensor:
             if name in tensors:
                 return tensors[name]
             if name not in readers:
+                if shape is not None:
+                    return torch.zeros(shape)
                 raise _lacks(folder, f"there is no weight {name}")
             tensor: Tensor = readers[name].get_tensor(name)
             return tensor

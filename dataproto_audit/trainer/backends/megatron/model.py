@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+from dataproto_audit.trainer.backends.layers import EMBEDDING, NORM, layer_name
 from dataproto_audit.trainer.backends.megatron import shims
 from dataproto_audit.trainer.backends.megatron.options import MegatronOptions
+from dataproto_audit.trainer.backends.megatron.sizes import head_dim, tied
 
 with shims.importing():
     from megatron.core import parallel_state
@@ -22,7 +25,7 @@ with shims.importing():
     )
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from dataproto_audit.trainer.backends.megatron.modules import CoreAttention, RMSNorm
+    from dataproto_audit.trainer.backends.megatron.modules import CoreAttention, RMSNorm, ValueHead
 
 _GROUPS: list[MegatronOptions] = []
 """The layout that this process's groups were made for, if any."""
@@ -51,23 +54,19 @@ def join_groups(options: MegatronOptions, *, timeout_s: float, seed: int) -> Non
     shims.seed(seed)
 
 
+def leave_groups() -> None:
+    """Forget megatron's process groups; before those of torch are destroyed. *Local.*"""
+    if _initialized():
+        parallel_state.destroy_model_parallel()
+    _GROUPS.clear()
+
+
 def _sizes(options: MegatronOptions) -> tuple[Any, ...]:
     return (options.tp, options.pp, options.vpp, options.cp)
 
 
 def _initialized() -> bool:
     return bool(parallel_state.model_parallel_is_initialized())
-
-
-def head_dim(model: Mapping[str, Any]) -> int:
-    """Columns of one attention head."""
-    given = model.get("head_dim")
-    return int(given or int(model["hidden_size"]) // int(model["num_attention_heads"]))
-
-
-def tied(model: Mapping[str, Any]) -> bool:
-    """Whether the output layer shares the embedding's weight."""
-    return bool(model.get("tie_word_embeddings", False))
 
 
 def padded_vocabulary(model: Mapping[str, Any], tp: int) -> int:
@@ -150,14 +149,41 @@ class HiddenModel(GPTModel):  # type: ignore[misc]  # megatron-core has no types
 
 
 def build_chunks(
-    model: Mapping[str, Any], config: TransformerConfig, options: MegatronOptions
+    model: Mapping[str, Any],
+    config: TransformerConfig,
+    options: MegatronOptions,
+    *,
+    values: bool = False,
 ) -> list[HiddenModel]:
-    """This rank's chunks of layers in the order of the schedule, with weights yet to be loaded."""
+    """This rank's chunks of layers in the order of the schedule, with weights yet to be loaded.
+
+    ``values`` puts a value head in the place of the output layer.
+    """
     with shims.region():
-        return [
+        chunks = [
             _chunk(model, config, stage if options.vpp else None)
             for stage in range(options.vpp or 1)
         ]
+    for chunk in chunks:
+        if values and chunk.post_process:
+            del chunk.output_layer
+            chunk.value_head = ValueHead(config)
+    return chunks
+
+
+def layers_of(chunk: HiddenModel, *, first_layer: int) -> dict[str, nn.Module]:
+    """What a chunk holds of the layers in :mod:`..layers`; ``first_layer`` is its layer 0's place
+    in the model."""
+    found: dict[str, nn.Module] = {}
+    if chunk.pre_process:
+        found[EMBEDDING] = chunk.embedding
+    for number, layer in enumerate(chunk.decoder.layers, first_layer):
+        found[layer_name(number, "self_attn")] = layer.self_attention
+        found[layer_name(number, "mlp")] = layer.mlp
+        found[layer_name(number)] = layer
+    if chunk.post_process:
+        found[NORM] = chunk.decoder.final_layernorm
+    return found
 
 
 def _chunk(model: Mapping[str, Any], config: TransformerConfig, stage: int | None) -> HiddenModel:

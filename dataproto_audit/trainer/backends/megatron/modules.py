@@ -39,6 +39,23 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
+class ValueHead(nn.Module):
+    """One number from each hidden state; whole on every tensor-parallel rank, which all compute
+    the same from the whole sequence, so that its gradient needs no sum over them."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        size = config.hidden_size
+        made = {"dtype": config.params_dtype, "device": device}
+        self.weight = nn.Parameter(torch.zeros(1, size, **made))
+        self.bias = nn.Parameter(torch.zeros(1, **made))
+
+    def forward(self, hidden_NH: Tensor) -> Tensor:
+        """f32[N]."""
+        return F.linear(hidden_NH, self.weight, self.bias).squeeze(-1).float()
+
+
 class CoreAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
     """Causal attention by torch's ``scaled_dot_product_attention``, with grouped heads.
 

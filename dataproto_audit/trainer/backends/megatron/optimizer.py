@@ -1,15 +1,15 @@
 """Megatron's optimizers behind the calls that a backend needs, and what a checkpoint keeps.
 
-Weight decay and learning rate are set on the groups directly: ``OptimizerParamScheduler`` would
-multiply both from a schedule of its own, while here the driver says the rate of every step, and
-every weight decays alike (as with FSDP; Megatron by itself leaves norms and biases out).
+Weight decay and learning rate are set on the groups directly: the driver says both for every
+update, by Megatron's own schedule if asked for (:mod:`dataproto_audit.trainer.rates`), and every
+weight decays alike (as with FSDP; Megatron by itself leaves norms and biases out).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -20,7 +20,7 @@ from torch import Tensor
 from dataproto_audit.codes import UsageError
 from dataproto_audit.trainer.backends.base import OptimSpec
 from dataproto_audit.trainer.backends.megatron import shims
-from dataproto_audit.trainer.backends.moments import REMEDY, moments_of
+from dataproto_audit.trainer.backends.moments import REMEDY, moments_of, set_rates
 
 NAMES = {"adamw": "adam", "sgd": "sgd"}
 
@@ -35,6 +35,16 @@ def wrap(chunks: Sequence[Any], config: Any, *, distributed: bool) -> list[Any]:
             DistributedDataParallel(config, options, chunk, disable_bucketing=number > 0)
             for number, chunk in enumerate(chunks)
         ]
+
+
+class Owned(NamedTuple):
+    """A parameter, ``CHUNK/NAME``, as one of the optimizer's ``members`` steps on it: ``main``, the
+    run ``part`` of it (None: all)."""
+
+    name: str
+    member: Any
+    main: Any
+    part: tuple[int, int] | None
 
 
 class Optimizer:
@@ -67,16 +77,15 @@ class Optimizer:
                 config, list(chunks), config_overrides={}, use_gloo_process_groups=False
             )
         self._clip = spec.grad_clip
-        self._separate = dtype != torch.float32
+        self._separate: bool = dtype != torch.float32
 
     @property
     def _members(self) -> list[Any]:
         return list(self._whole.chained_optimizers)
 
-    def set_lr(self, lr: float) -> None:
-        """Learning rate of the next step."""
-        for group in self._whole.param_groups:
-            group["lr"] = lr
+    def set_rates(self, lr: float, weight_decay: float | None) -> None:
+        """Learning rate, and weight decay if given, of the next steps."""
+        set_rates(self._whole.param_groups, lr, weight_decay)
 
     def step(self) -> float:
         """Clip, step, clear; the norm before clipping. One that is not finite leaves weights."""
@@ -104,19 +113,49 @@ class Optimizer:
         with torch.no_grad(), shims.region():
             self._whole.reload_model_params()
 
-    def state(self) -> dict[str, Tensor]:
-        """Moments, counters and float32 masters of this rank, by position.
+    def owned(self) -> Iterator[Owned]:
+        """What this rank's optimizer steps on, in its order."""
+        names = {
+            id(param): f"{number}/{name}"
+            for number, chunk in enumerate(self._chunks)
+            for name, param in chunk.module.named_parameters()
+        }
+        for member in self._members:
+            places = getattr(member, "model_param_group_index_map", None)  # the distributed one
+            groups = member.optimizer.param_groups
+            if places is not None:
+                by_place = {place: param for param, place in places.items()}
+                for g, group in enumerate(groups):
+                    for o, main in enumerate(group["params"]):
+                        param = by_place[g, o]
+                        part = member._get_model_param_range_map(param)["param"]
+                        yield Owned(names[id(param)], member, main, (part.start, part.end))
+                continue
+            mains = {
+                id(param if getattr(param, "main_param", None) is None else param.main_param): name
+                for chunk in self._chunks
+                for param in chunk.module.parameters()
+                for name in (names[id(param)],)
+            }
+            for group in groups:
+                for main in group["params"]:
+                    yield Owned(mains[id(main)], member, main, None)
 
-        Masters of a float32 model are views of its weights and left out.
+    def state(self) -> dict[str, Tensor]:
+        """Moments, counters and float32 masters of this rank, by chunk and name.
+
+        Masters of a float32 model are views of its weights and left out. ``range/NAME`` is the run
+        of the flattened parameter that a moment of the distributed optimizer is of.
         """
         out: dict[str, Tensor] = {}
-        for m, member in enumerate(self._members):
-            for p, param in enumerate(member.get_parameters()):
-                for key, value in member.optimizer.state.get(param, {}).items():
-                    if isinstance(value, Tensor):
-                        out[f"optim/{m}/{p}/{key}"] = value
-                if self._separate:
-                    out[f"main/{m}/{p}"] = param.detach()
+        for one in self.owned():
+            for key, value in one.member.optimizer.state.get(one.main, {}).items():
+                if isinstance(value, Tensor):
+                    out[f"optim/{one.name}/{key}"] = value
+            if self._separate:
+                out[f"main/{one.name}"] = one.main.detach()
+            if one.part is not None:
+                out[f"range/{one.name}"] = torch.tensor(one.part)
         return out
 
     def load_state(self, state: dict[str, Tensor]) -> None:
@@ -125,20 +164,27 @@ class Optimizer:
 
         Raises DPA804 if a parameter lacks its float32 master, or state that others have.
         """
-        for m, member in enumerate(self._members):
-            parameters = member.get_parameters()
-            found = moments_of(state, [f"{m}/{p}" for p in range(len(parameters))])
-            per_param = {position: kept for position, kept in enumerate(found) if kept}
-            for p, param in enumerate(parameters if self._separate else ()):
-                master = state.get(f"main/{m}/{p}")
-                if master is None or master.shape != param.shape:
+        owned = list(self.owned())
+        found = moments_of(state, [one.name for one in owned])
+        for member in self._members:
+            mine = [(one, kept) for one, kept in zip(owned, found, strict=True)
+                    if one.member is member]  # fmt: skip
+            for one, _ in mine if self._separate else ():
+                master = state.get(f"main/{one.name}")
+                if master is None or master.shape != one.main.shape:
                     raise UsageError(
                         "DPA804",
-                        f"the checkpoint lacks the float32 master of parameter {m}/{p}, of shape "
-                        f"{tuple(param.shape)}.",
+                        f"the checkpoint lacks the float32 master of parameter {one.name}, of "
+                        f"shape {tuple(one.main.shape)}.",
                         REMEDY,
                     )
                 with torch.no_grad():
-                    param.copy_(master)
+                    one.main.copy_(master)
+            per_param = {position: kept for position, (_, kept) in enumerate(mine) if kept}
             groups = member.optimizer.state_dict()["param_groups"]
             member.optimizer.load_state_dict({"state": per_param, "param_groups": groups})
+
+    @property
+    def separate(self) -> bool:
+        """Whether float32 masters are kept beside the weights."""
+        return self._separate

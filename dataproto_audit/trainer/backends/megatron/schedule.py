@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from dataproto_audit.trainer.backends.base import Loss, MicroBatch, TokenOutputs
+from dataproto_audit.trainer.backends.layers import compared_tokens, line_positions
 from dataproto_audit.trainer.backends.megatron import shims
 from dataproto_audit.trainer.backends.megatron.modules import positions
 from dataproto_audit.trainer.backends.megatron.options import MegatronOptions
@@ -55,7 +56,8 @@ def schedule_of(stages: int, chunks: int, micros: int, *, trains: bool) -> list[
 class Schedule:
     """Runs lists of micro-batches through ``modules``, this rank's chunks.
 
-    ``packed`` lays rows on one line, ``fused`` leaves the logits out. ``notes`` collects what the
+    ``packed`` lays rows on one line, ``fused`` leaves the logits out, ``values`` says that the
+    model has a value head. ``notes`` collects what the
     probe of packed rows reads.
     """
 
@@ -67,9 +69,10 @@ class Schedule:
         vocabulary: int,
         packed: bool,
         fused: bool,
+        values: bool = False,
     ) -> None:
         self._modules, self._options, self._vocabulary = list(modules), options, vocabulary
-        self._packed, self._fused = packed, fused
+        self._packed, self._fused, self._values = packed, fused, values
         self._multiple = 2 * options.cp if options.cp > 1 else 1
         self._multiple *= options.tp if options.sp else 1
         self.notes: list[dict[str, Any]] = []
@@ -145,7 +148,19 @@ class Schedule:
                 micro_batch_size=len(rows[0].tokens_BS),
                 forward_only=loss is None,
             )
-        return [seen.get(k) or _nothing(rows[k], entropy) for k in range(count)]
+        values = self._values
+        return [seen.get(k) or _nothing(rows[k], entropy, values=values) for k in range(count)]
+
+    def hidden_states(self, micro: MicroBatch, output_SBH: Tensor) -> Tensor:
+        """See :meth:`Backend.hidden_states`; the sequence is put together over its ranks."""
+        if self._options.sp:
+            output_SBH = gather_from_sequence_parallel_region(output_SBH)
+        if self._options.cp > 1:
+            output_SBH = self._whole(output_SBH)
+        if self._packed:
+            return output_SBH[line_positions(micro), 0]
+        rows, _, places = compared_tokens(micro.attention_mask_BT)
+        return output_SBH[places, rows]
 
     def _part(self, tokens_BS: Tensor) -> Tensor:
         """This context-parallel rank's columns."""
@@ -161,9 +176,20 @@ class Schedule:
     ) -> TokenOutputs:
         """Log-probs and entropies of the responses from the last stage's hidden states."""
         options = self._options
+        values = head.value_head if self._values else None
         if options.sp:
-            hidden_SBH = gather_from_sequence_parallel_region(hidden_SBH)
+            # Parts of the vocabulary give parts of the gradient; a value head gives the whole.
+            hidden_SBH = gather_from_sequence_parallel_region(
+                hidden_SBH, tensor_parallel_output_grad=values is None
+            )
         hidden_BSH = hidden_SBH.transpose(0, 1)
+        if values is not None:
+            hidden_NH = hidden_BSH.flatten(0, 1)
+            if options.cp == 1:
+                given = values(hidden_NH[aligned.index_N])
+            else:
+                given = self._joined(values(hidden_NH).view(hidden_BSH.shape[:2]))[aligned.index_N]
+            return TokenOutputs.of_values(aligned.spread(given))
         of = partial(
             scores,
             vocabulary=self._vocabulary,
@@ -190,11 +216,14 @@ class Schedule:
 
     def _joined(self, part_BS: Tensor) -> Tensor:
         """Values of all columns in one line, of which each context-parallel rank holds a part."""
+        return self._whole(part_BS.t().contiguous()).t().flatten()
+
+    def _whole(self, part_S: Tensor) -> Tensor:
+        """[S, ...] of all columns from the context-parallel ranks' parts, in the rows' order."""
         ranks, group = self._options.cp, groups.get_context_parallel_group()
-        width = part_BS.shape[1]
-        every = [positions(width, ranks, rank, part_BS.device) for rank in range(ranks)]
-        whole = _join(part_BS.t().contiguous(), group)
-        return whole.t()[:, torch.cat(every).argsort()].flatten()
+        width = part_S.shape[0]
+        every = [positions(width, ranks, rank, part_S.device) for rank in range(ranks)]
+        return _join(part_S, group)[torch.cat(every).argsort()]
 
 
 def _line(aligned: Aligned) -> PackedSeqParams | None:
@@ -213,8 +242,10 @@ def _line(aligned: Aligned) -> PackedSeqParams | None:
     )
 
 
-def _nothing(aligned: Aligned, entropy: bool) -> TokenOutputs:
+def _nothing(aligned: Aligned, entropy: bool, *, values: bool) -> TokenOutputs:
     zeros = torch.zeros(aligned.shape, device=aligned.tokens_BS.device)
+    if values:
+        return TokenOutputs.of_values(zeros)
     return TokenOutputs(zeros, zeros.clone() if entropy else None)
 
 
