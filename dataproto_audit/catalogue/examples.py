@@ -94,5 +94,6 @@ EXAMPLES: dict[str, str] = {
     "DPA704": "rows of 6 + 6 tokens in a micro-batch of at most 10",
     "DPA705": "rank 0 runs 3 micro-batches, rank 1 runs 4: the fourth waits for ever",
     "DPA706": "rows of 5 and 7 tokens packed with positions 0..11 instead of 0..4, 0..6",
+    "DPA707": "a row of 40 tokens runs with a mask of 16 ones, as many as its response has",
 }
 """Code -> one line."""

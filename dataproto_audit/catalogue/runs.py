@@ -14,7 +14,7 @@ ENTRIES: tuple[Entry, ...] = (
     ("DPA803", "a table or run folder cannot be read",
      "The file is missing, empty or of another schema.", (), "Name a folder written by train."),
     ("DPA804", "a checkpoint cannot be read",
-     "The checkpoint is incomplete or of another layout.", (), "Resume from an earlier one."),
+     "The checkpoint is incomplete or of another model.", (), "Resume from an earlier one."),
     ("DPA810", "a saved batch cannot be read",
      "The file is empty, truncated, or of no format that is read.", (),
      "Save it again with save_to_disk."),

@@ -83,4 +83,9 @@ ENTRIES: tuple[Entry, ...] = (
     ("DPA706", "packed rows see each other",
      "Rows without padding run as one sequence; positions that begin anew keep them apart.",
      ("packed_rows_leak",), "Restart position ids with each row and pass no mask of ones."),
+    ("DPA707", "a worker attends to other tokens than the row has",
+     "A mask that a worker builds by itself covers the row's tokens, prompt and response; where "
+     "ranks share a row, attention has to exchange its parts.",
+     ("wrong_attention_mask",),
+     "Build the mask from the row's length; with Ulysses use an attention kernel that exchanges."),
 )  # fmt: skip

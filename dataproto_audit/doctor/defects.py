@@ -140,17 +140,17 @@ DEFECTS = (
            "grows with their number.", "", "warn", _critic_scale,
            "Let one micro-batch hold the mini-batch, or use legacy workers."),
     Defect("D12", OLD, "GSPO, SAPO and geo_mean compute seq-mean-token-mean whatever "
-           "loss_agg_mode says.", "", "warn",
+           "loss_agg_mode says.", "DPA502", "warn",
            _ignores_mode("gspo", "sapo", "geo_mean"), SAYS_MODE),
     Defect("D12", ("0.9.1",), "SAPO and geo_mean compute seq-mean-token-mean whatever "
-           "loss_agg_mode says.", "", "warn", _ignores_mode("sapo", "geo_mean"),
+           "loss_agg_mode says.", "DPA502", "warn", _ignores_mode("sapo", "geo_mean"),
            SAYS_MODE),
     Defect("D13", OLD, "Engine workers without remove-padding attend by the loss mask, so that all "
-           "log-probs are wrong (verl issue 6278).", "DPA303, DPA308", "fail", _mask_from_loss,
+           "log-probs are wrong (verl issue 6278).", "DPA707, DPA303", "fail", _mask_from_loss,
            f"Set {MODEL}.use_remove_padding=True."),
     Defect("D14", OLD, "Ulysses with attn_implementation=sdpa is accepted, and "
            "attention is not exchanged between ranks: rows that are cut get wrong log-probs.",
-           "DPA310", "fail", _not_exchanged, "Use flash_attention_2, or no Ulysses."),
+           "DPA707, DPA310", "fail", _not_exchanged, "Use flash_attention_2, or no Ulysses."),
     Defect("D15", OLD, "ReMax leaves score (or acc) of its baseline in the batch, and the union of "
            "the first step fails.", "DPA115", "fail", _estimator("remax"),
            "Use another estimator, or verl 0.9.1 with trainer.use_v1=False."),

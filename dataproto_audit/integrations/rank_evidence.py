@@ -19,7 +19,7 @@ from dataproto_audit.integrations.hang_watch import HangWatch
 from dataproto_audit.integrations.options import Options
 from dataproto_audit.integrations.verl_settings import at
 from dataproto_audit.integrations.worker_files import Answer, Asked, exchange_for
-from dataproto_audit.reference.losses import TOKEN_MEAN, TOKEN_SUM
+from dataproto_audit.reference.losses import LOSS_MODES, TOKEN_MEAN, TOKEN_SUM
 
 log = logging.getLogger("dataproto_audit")
 
@@ -35,8 +35,14 @@ class RankEvidence:
         self._options, self._config = options, config
         self._exchange = exchange_for(options)
         self._watch = HangWatch(self._exchange, timeout_s=options.hang_timeout_s)
-        self._call, self._stage = 0, ""
+        self._call, self._stage, self._looks = 0, "", False
         self._said: set[str] = set()
+        self._hooks: dict[int, float] = {}
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds that the hooks of all ranks have taken, as far as they told."""
+        return sum(self._hooks.values())
 
     def start(self) -> None:
         """The run begins: what an earlier one left is of no use."""
@@ -47,7 +53,7 @@ class RankEvidence:
         """A stage begins; of several calls of one stage the first counts."""
         if stage not in STAGES or self._stage == stage or self._passed_over(stage):
             return
-        self._stage, self._call = stage, self._call + 1
+        self._stage, self._call, self._looks = stage, self._call + 1, looks
         self._exchange.ask(Asked(stage, self._call, looks))
         self._watch.begin(self._call, stage)
 
@@ -58,7 +64,14 @@ class RankEvidence:
         self._stage = ""
         self._watch.end()
         self._exchange.close()
-        answers = _one_each(self._exchange.answers(self._call))
+        if not self._looks:  # nobody was asked for more than notes, and there may be no batch
+            return {}, {}
+        told = self._exchange.answers(self._call)
+        for answer in told:  # counted since its process began
+            rank = int(answer.told["rank"])
+            spent = float(answer.told.get("hooks_cpu_s", 0.0))
+            self._hooks[rank] = max(self._hooks.get(rank, 0.0), spent)
+        answers = _one_each(told)
         view = BatchView.of(batch)
         why = _unusable(answers, view.rows)
         if why:
@@ -100,6 +113,7 @@ class RankEvidence:
         if why:
             self._say("update_actor", f"losses are not recomputed: {why}")
             return []
+        kind = _loss_mode(actor)
         entries = []
         for number, parts in enumerate(zip(*(a.told["losses"] for a in answers), strict=True)):
             entry = {
@@ -107,6 +121,7 @@ class RankEvidence:
                 "total": sum(part["total"] for part in parts) / len(parts),
                 "eps": max(part["eps"] for part in parts),
                 **{k: answers[0].told[k] for k in ("split", "old") if k in answers[0].told},
+                **kind,
             }
             if mode == TOKEN_MEAN and all("tokens" in part for part in parts):
                 entry["normaliser"] = parts[0]["tokens"]
@@ -159,11 +174,21 @@ def _wide(values: Any, width: int) -> Any:
     return out
 
 
+def _loss_mode(actor: Mapping[str, Any]) -> dict[str, Any]:
+    """Which policy loss it is, where it is not PPO's."""
+    kind = at(actor, "policy_loss.loss_mode") or "vanilla"
+    if kind == "vanilla":
+        return {}
+    taus = (actor.get("tau_pos"), actor.get("tau_neg"))
+    gates = {"gate_temperatures": taus} if kind == "sapo" and None not in taus else {}
+    return {"loss_mode": kind, **gates}
+
+
 def _other_loss(config: Mapping[str, Any]) -> str:
     """Why this run's loss is none that is recomputed; '' where it is."""
     actor = at(config, "actor_rollout_ref.actor") or {}
     kind = at(actor, "policy_loss.loss_mode") or "vanilla"
-    if kind != "vanilla":
+    if kind not in LOSS_MODES:
         return f"the loss is {kind}"
     if actor.get("loss_scale_factor"):
         return "it is divided by a loss_scale_factor"

@@ -22,6 +22,7 @@ from dataproto_audit.dump.trace import TRACE_DIR, TraceWriter
 from dataproto_audit.dump.trace_format import step_name
 from dataproto_audit.findings import OUTCOME_KINDS, SEVERITIES, AuditError, Finding, When
 from dataproto_audit.integrations import flight
+from dataproto_audit.integrations.cpu import CpuClock
 from dataproto_audit.integrations.options import Options
 from dataproto_audit.integrations.preserved import preserved_rng
 from dataproto_audit.integrations.samples import RowSample
@@ -47,6 +48,8 @@ class Session:
         self.off: dict[str, str] = {}
         """Parts of our own that failed and are switched off, with their error."""
         self.cpu_s, self._depth = 0.0, 0
+        self.workers_cpu_s = 0.0
+        """What the hooks in workers took, as these tell."""
         self.steps = 0
         self.folder = self._folder(experiment, config) if options.tables else None
         self.trace = self._trace(self.folder) if self.folder and options.trace != "off" else None
@@ -58,7 +61,7 @@ class Session:
             trace=self.trace,
             policy=self.guarded("policy", self._policy, Policy()),
         )
-        self._began = time.monotonic()
+        self._began, self._clock = time.monotonic(), CpuClock()
         self._step: int | None = None
         self._from_prompts = self._nan_kept = False
 
@@ -213,8 +216,19 @@ class Session:
             "observed": dict(self.observed),
             "undeclared_fields": sorted(auditor.undeclared),
             "switched_off": dict(self.off),
-            "audit_cpu_s": self.cpu_s,
+            **self._cpu(),
             "wall_s": time.monotonic() - self._began,
+        }
+
+    def _cpu(self) -> dict[str, float]:
+        """CPU seconds of the audit, here and in workers, and their share of those of the run."""
+        traced = self.trace.cpu_s if self.trace is not None else 0.0
+        audit, spent = self.cpu_s + traced + self.workers_cpu_s, self._clock.spent_s()
+        return {
+            "audit_cpu_s": audit,
+            "run_cpu_s": spent,
+            "audit_cpu_share": audit / spent if spent > 0 else 0.0,
+            "audit_cpu_ms_per_step": 1e3 * audit / max(1, self.steps),
         }
 
     def finish(self, more: Mapping[str, Any]) -> None:
@@ -227,8 +241,13 @@ class Session:
         if self.folder is not None:
             folder, self.folder = self.folder, None
             self._traced(lambda trace: trace.close())
+            summary |= self._cpu()  # the last steps were written just now
             try:
                 folder.finish(summary)
             except (RunError, OSError) as error:
                 log.error("DPA903 the tables could not be closed: %s", error)
-        log.info("audited %(steps)s steps, %(boundaries)s boundaries: %(findings)s", summary)
+        log.info(
+            "audited %(steps)s steps, %(boundaries)s boundaries: %(findings)s; "
+            "%(audit_cpu_share).1f %% of the run's CPU time",
+            {**summary, "audit_cpu_share": 100 * summary["audit_cpu_share"]},
+        )  # fmt: skip

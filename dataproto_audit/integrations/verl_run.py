@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from dataproto_audit.codes import InternalError
 from dataproto_audit.findings import AuditError
 from dataproto_audit.integrations import flight, verl_v0
+from dataproto_audit.integrations.known_crashes import known_crash
 from dataproto_audit.integrations.options import Options
 from dataproto_audit.integrations.patches import Patches
 from dataproto_audit.integrations.rank_evidence import RankEvidence
@@ -170,6 +171,8 @@ class VerlRun:
         self.running = self.validating = False
         if self.ranks is not None:
             self.guarded("workers", self.ranks.finish, None)
+            if self.session is not None:
+                self.session.workers_cpu_s = self.ranks.cpu_s
             self.ranks = None
         session, self.session = self.session, None
         if session is not None:
@@ -287,6 +290,9 @@ class VerlRun:
             at_hand = {"input": self._last}
         earlier = [f for f in session.auditor.findings if f.step == session.auditor.step]
         told = flight.diagnosis(stage, at_hand, session.settings, earlier)
+        config = plain_config(getattr(self.trainer, "config", None))
+        known = known_crash(self.version.number, stage, error, config)
+        told = f"{known.rstrip('.')}; {told}" if known else told
         paths = []
         if session.folder is not None:
             paths = flight.keep(

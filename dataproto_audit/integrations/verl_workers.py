@@ -17,7 +17,9 @@ in the tests has not (no run on a CPU is possible).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -38,6 +40,8 @@ class Workers:
         self.options = options
         self.record: Record | None = None
         self.off = False
+        self.cpu_s, self._depth = 0.0, 0
+        """What the hooks of this process took since it began."""
         self.calls = Patches()
         """Hooks that last for one call only."""
         self.handles: list[Any] = []
@@ -82,6 +86,7 @@ class Workers:
         """Run a part of ours; an error ends the hooks of this process and is logged once."""
         if self.off:
             return
+        start, self._depth = time.thread_time(), self._depth + 1
         try:
             with preserved_rng():
                 work()
@@ -92,6 +97,10 @@ class Workers:
                 "DPA904 %s failed inside dataproto-audit; the workers go on without it.",
                 name, exc_info=error,
             )  # fmt: skip
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self.cpu_s += time.thread_time() - start
 
     def begin(
         self, stage: str, place: Place, rows: tuple[list[bytes], list[int]],
@@ -112,6 +121,7 @@ class Workers:
         record = self.record
         self.broken_off()
         if record is not None:
+            record.about["hooks_cpu_s"] = self.cpu_s
             record.finish()
 
     def broken_off(self) -> None:
@@ -189,3 +199,36 @@ def mask_of(mask: Any) -> str:
         return "none"
     whole = hasattr(mask, "ndim") and mask.ndim == 2 and bool((mask != 0).all())
     return "all ones" if whole else "given"
+
+
+ALONE = ("sdpa", "eager")
+"""Attention kernels that verl's patch for Ulysses leaves as they are: it is one of flash attention
+(``models/transformers/monkey_patch.py``), so each rank attends within its own slice."""
+
+
+def stays_alone(model: Any) -> bool:
+    """True where attention of a transformers model, wrapped or not, looks at no other rank's part
+    of a row; False, too, for a kernel that is not known, or that somebody has replaced."""
+    config = getattr(getattr(model, "module", model), "config", None)
+    kernel = getattr(config, "_attn_implementation", None)
+    models = sys.modules.get("transformers.modeling_utils")
+    registered = getattr(models, "ALL_ATTENTION_FUNCTIONS", None)
+    function = registered.get(kernel) if isinstance(registered, Mapping) else None
+    theirs = function is None or str(function.__module__).startswith("transformers.")
+    return kernel in ALONE and theirs
+
+
+def seen_alone(lengths: Sequence[int], splits: int) -> list[int]:
+    """Tokens of each packed row in the slice that holds most of it, of ``splits`` equal ones.
+
+    >>> seen_alone([4, 4, 4], 2)
+    [4, 2, 4]
+    """
+    size = -(-sum(lengths) // splits)
+    found, start = [], 0
+    for length in lengths:
+        end = start + length
+        parts = [min(end, (n + 1) * size) - max(start, n * size) for n in range(splits)]
+        found.append(max(0, *parts))
+        start = end
+    return found

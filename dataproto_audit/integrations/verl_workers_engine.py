@@ -21,6 +21,8 @@ from dataproto_audit.integrations.verl_workers import (
     argument,
     mask_of,
     restarts_of,
+    seen_alone,
+    stays_alone,
 )
 from dataproto_audit.integrations.worker_record import Place, here, row_keys
 from dataproto_audit.progress import UNKNOWN
@@ -101,12 +103,19 @@ class EngineCalls:
         """``prepare_model_inputs(micro_batch)``: what goes into the model."""
         engine, micro = args[0], argument(args, kwargs, "micro_batch", 1)
         record = self._workers.record
-        split = getattr(engine, "use_ulysses_sp", False)
-        if record is None or split or not plain(micro, "use_remove_padding", True):
+        if record is None:
             return
         inputs = result[0]
         lengths = micro["input_ids"].offsets().diff().tolist()
-        if inputs.get("position_ids") is not None:
+        if not plain(micro, "use_remove_padding", True):
+            mask = inputs.get("attention_mask")
+            if mask is not None and mask.ndim == 2:
+                record.attended(lengths, (mask != 0).sum(1).tolist())
+        elif getattr(engine, "use_ulysses_sp", False):
+            if stays_alone(engine.module):
+                splits = int(engine.ulysses_sequence_parallel_size)
+                record.attended(lengths, seen_alone(lengths, splits))
+        elif inputs.get("position_ids") is not None:
             record.packed(
                 restarts_of(inputs["position_ids"], lengths), mask_of(inputs.get("attention_mask"))
             )

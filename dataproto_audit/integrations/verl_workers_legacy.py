@@ -20,6 +20,8 @@ from dataproto_audit.integrations.verl_workers import (
     argument,
     mask_of,
     restarts_of,
+    seen_alone,
+    stays_alone,
 )
 from dataproto_audit.integrations.worker_record import here, row_keys
 
@@ -101,8 +103,13 @@ class _Legacy:
         """``_forward_micro_batch(micro_batch, ...)``."""
         micro = argument(args, kwargs, "micro_batch", 1)
         keys, self._lengths = row_keys(micro["input_ids"], micro["attention_mask"])
-        if self._workers.record is not None:
-            self._workers.record.micro_batch(keys, self._lengths)
+        record, actor = self._workers.record, args[0]
+        if record is None:
+            return
+        record.micro_batch(keys, self._lengths)
+        splits = _splits(actor)
+        if splits > 1 and actor.use_remove_padding and stays_alone(actor.actor_module):
+            record.attended(self._lengths, seen_alone(self._lengths, splits))
 
     def output(self, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Log-probs [rows, R] of the micro-batch."""

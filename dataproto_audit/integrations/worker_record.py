@@ -78,6 +78,7 @@ class Record:
         self._sums: list[int] = []
         self._minis: list[int] = []
         self._packed: list[dict[str, Any]] = []
+        self._attended: list[dict[str, Any]] = []
         self._fields: dict[str, dict[int, Any]] = {}
         self._in_mini: dict[int, int] = {}
         self._latest: list[int] = []
@@ -113,6 +114,12 @@ class Record:
         self._packed.append({"micro_batch": len(self._micros) - 1, "mask": mask,
                              "restarts": [bool(r) for r in restarts]})  # fmt: skip
 
+    def attended(self, lengths: Sequence[int], seen: Sequence[int]) -> None:
+        """How many tokens each row of the micro-batch has, and how many its last one can see."""
+        self._attended.append({"micro_batch": len(self._micros) - 1,
+                               "lengths": [int(n) for n in lengths],
+                               "seen": [int(n) for n in seen]})  # fmt: skip
+
     def loss(self, value: float, more: dict[str, Any]) -> None:
         """``value`` was added to the loss of the mini-batch, on this rank."""
         while len(self.losses) <= self.mini_batch:
@@ -147,6 +154,7 @@ class Record:
             "token_limit": self.token_limit,
             "cpu_s": time.process_time() - self.started,
             **({"packed": self._packed} if self._packed else {}),
+            **({"attended": self._attended} if self._attended else {}),
         }
         told = {
             "call": self.asked.call, "stage": self.asked.stage, "rank": self.place.rank,

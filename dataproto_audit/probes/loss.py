@@ -30,6 +30,7 @@ from dataproto_audit.probes.registry import probe, unchecked
 from dataproto_audit.probes.scan import per_row
 from dataproto_audit.reference.losses import (
     AGGREGATION_MODES,
+    LOSS_MODES,
     TOKEN_MEAN,
     TOKEN_SUM,
     LossTerms,
@@ -97,10 +98,15 @@ def _fields(
             for argument, name in names.items() if name}  # fmt: skip
 
 
-def _how(ctx: Context) -> dict[str, Any]:
-    """The configured loss."""
-    s = ctx.settings
+def _how(ctx: Context, reported: Mapping[str, Any]) -> dict[str, Any]:
+    """The configured loss; which one it is, where it is not PPO's, comes with the report."""
+    s, kind = ctx.settings, reported.get("loss_mode", "vanilla")
+    if kind not in LOSS_MODES:
+        ctx.unknown(f"no recomputation of the loss {kind}")
+    other = {name: reported[name] for name in ("loss_mode", "gate_temperatures")
+             if name in reported}  # fmt: skip
     return {
+        **other,
         "clip_ratio_low": s.clip_ratio_low,
         "clip_ratio_high": s.clip_ratio_high,
         "clip_ratio_c": s.clip_ratio_c,
@@ -117,7 +123,9 @@ def _terms(view: BatchView, ctx: Context, rows: Any, reported: Mapping[str, Any]
 
     Where the path averages over micro-batches, the average of theirs, as it should have been.
     """
-    whole: LossTerms = unchecked(policy_loss)(**_fields(view, ctx, rows, reported), **_how(ctx))
+    whole: LossTerms = unchecked(policy_loss)(
+        **_fields(view, ctx, rows, reported), **_how(ctx, reported)
+    )
     if reported.get("split") != "rows":
         return whole
     ranks = _parts(ctx, rows.numpy(), int(reported["mini_batch"]))
@@ -128,7 +136,7 @@ def _terms(view: BatchView, ctx: Context, rows: Any, reported: Mapping[str, Any]
         held = sum(len(micro) for micro in micros)
         for micro in micros:
             fields = _fields(view, ctx, rows[torch.from_numpy(micro)], reported)
-            part: Mapping[str, Any] = unchecked(policy_loss)(**fields, **_how(ctx))
+            part: Mapping[str, Any] = unchecked(policy_loss)(**fields, **_how(ctx, reported))
             for name in TERMS:
                 total[name] = total[name] + part[name] * (len(micro) / held / len(ranks))
     return {**whole, **total}  # type: ignore[typeddict-item]  # the terms of LossTerms
@@ -219,7 +227,7 @@ def _loss_finding(
     index, reported = torch.from_numpy(rows), ctx.evidence["losses"][number]
     mini = MiniBatch(
         fields=_fields(view, ctx, index, reported),
-        how=_how(ctx),
+        how=_how(ctx, reported),
         reported=reported,
         wrong=names,
         terms=_terms(view, ctx, index, reported),

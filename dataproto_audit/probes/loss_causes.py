@@ -93,6 +93,8 @@ def _tried(mini: MiniBatch, names: set[str], got: float, exact: float) -> Iterat
             yield SPLIT, f"{common:g} micro-batches added and not divided"
     if "pg_loss" in names:
         yield from _other_settings(mini, got)
+    if names == {"total"} and mini.reported.get("pg_loss") is None:
+        yield from _other_aggregation(mini, got)
     if names <= {"kl_loss", "total"} and "kl_loss" in names:
         yield from _other_kl(mini, got)
     if common is not None:
@@ -172,6 +174,15 @@ def _other_settings(mini: MiniBatch, got: float) -> Iterator[tuple[str, str]]:
     for cause, name, changes in tries:
         if _alike(found, mini.loss(**changes)["pg_loss"]):
             yield cause, name
+
+
+def _other_aggregation(mini: MiniBatch, got: float) -> Iterator[tuple[str, str]]:
+    """Another aggregation than configured, where only the total was reported."""
+    for mode in AGGREGATION_MODES:
+        if mode != mini.settings.loss_agg_mode:
+            made = mini.loss(loss_agg_mode=mode)
+            if _alike(got, made["total"]):
+                yield NORMALISER, f"aggregated as {mode}"
 
 
 def _other_kl(mini: MiniBatch, got: float) -> Iterator[tuple[str, str]]:

@@ -161,3 +161,30 @@ def packed_rows(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iter
             evidence={"micro-batches with several rows": seen},
             causes=("packed_rows_leak",),
         )  # fmt: skip
+
+
+@probe("DPA707", stages=STAGES, needs=("evidence.ranks",))
+def attended_tokens(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
+    """Each row's last token can see as many tokens as the row has.
+
+    Not covered: which tokens these are, and workers that run with the batch's own mask.
+    """
+    if not any(rank.get("attended") for rank in ctx.evidence["ranks"]):
+        ctx.skip("no worker told of a mask of its own")
+    first, wrong = 0, {}
+    for rank in _noted(ctx, "rows", lists=("indices",)):
+        for told in rank.get("attended") or ():
+            held = rank["indices"][told["micro_batch"]]
+            for row, length, seen in zip(held, told["lengths"], told["seen"], strict=False):
+                if row >= 0 and seen != length:
+                    wrong[first + row] = (seen, length)
+        first += int(rank["rows"])
+    if wrong:
+        row, (seen, length) = min(wrong.items())
+        yield ctx.fail(
+            "attention_mask",
+            rows=np.asarray(sorted(wrong), np.int64),
+            expected=f"all {length} tokens of row {row}",
+            actual=f"{seen}; {len(wrong)} rows see another number of tokens than they have",
+            causes=("wrong_attention_mask",),
+        )

@@ -22,6 +22,11 @@ AGGREGATION_MODES: tuple[str, ...] = (
     TOKEN_SUM,
 )
 
+LOSS_MODES = ("vanilla", "gspo", "sapo")
+"""Policy losses that :func:`policy_loss` computes, by verl's names."""
+SEQUENCE_LOG_RATIO_BOUND = 10.0
+"""verl bounds GSPO's log ratio from above only."""
+
 
 class LossTerms(TypedDict):
     """Terms of one mini-batch, float64 scalars; a term whose input was not given is 0."""
@@ -97,11 +102,16 @@ def policy_loss(
     entropy_coeff: float = 0.0,
     normaliser: float | None = None,
     loss_scale_factor: float | None = None,
+    loss_mode: str = "vanilla",
+    gate_temperatures: tuple[float, float] = (1.0, 1.05),
 ) -> LossTerms:
     """PPO's clipped loss (arXiv 1707.06347) with dual clip (arXiv 1912.09729), KL and entropy.
 
     With ratio = exp(clamp(new - old, +-20)): per token max(-A ratio, -A clip(ratio, 1 - low,
     1 + high)), and for A < 0 at most -A c; times ``rollout_is_weights`` if given.
+    ``loss_mode`` ``gspo`` (arXiv 2507.18071): the ratio of a token is exp of the mean log ratio of
+    its row, and there is no dual clip. ``sapo`` (arXiv 2511.20347): no clip, but per token
+    -A sigmoid(tau (ratio - 1)) 4 / tau, with the first of ``gate_temperatures`` for A > 0.
     total = pg_loss + kl_loss_coef * kl_loss - entropy_coeff * entropy_loss, each aggregated by
     ``loss_agg_mode`` (:func:`aggregate`).
 
@@ -111,8 +121,11 @@ def policy_loss(
     Raises:
         ValueError: a coefficient without its input, unknown mode or estimator, c <= 1.
 
-    Not covered: other policy losses than clipped PPO (GSPO, CISPO, ...).
+    Not covered: other policy losses (CISPO, geometric means, ...). What gradients are stopped at is
+    not what ``gspo`` differentiates, so that mode is for values only.
     """
+    if loss_mode not in LOSS_MODES:
+        raise ValueError(f"unknown loss_mode {loss_mode!r}; known: {', '.join(LOSS_MODES)}")
     if clip_ratio_c is not None and clip_ratio_c <= 1:
         raise ValueError(f"clip_ratio_c is {clip_ratio_c}; the dual clip needs a bound above 1")
     low = clip_ratio if clip_ratio_low is None else clip_ratio_low
@@ -122,11 +135,20 @@ def policy_loss(
     new = tokens.pick(log_probs)
     log_ratio = (new - tokens.pick(old_log_probs)).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = log_ratio.exp()
+    if loss_mode == "gspo":
+        means = tokens.row_means(new - tokens.pick(old_log_probs))
+        ratio = means.clamp(max=SEQUENCE_LOG_RATIO_BOUND).exp()[tokens.positions // tokens.width]
+        clip_ratio_c = None
 
     cost = -tokens.pick(advantages)
     unclipped = cost * ratio
     clipped = cost * ratio.clamp(1 - low, 1 + high)
     loss = torch.maximum(unclipped, clipped)
+    if loss_mode == "sapo":
+        up, down = gate_temperatures
+        tau = torch.where(cost < 0, up, down)
+        loss = clipped = unclipped = cost * torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
+        clip_ratio_c = None
     lower_hits = torch.zeros_like(loss, dtype=torch.bool)
     if clip_ratio_c is not None:
         bound = cost * clip_ratio_c

@@ -55,7 +55,8 @@ def kl_reward(view: BatchView) -> tuple[Any, Any, Any, dict[str, Any]] | None:
         if not told.any():
             continue
         beta = float(np.median(penalty[told] / kl[told]))
-        fits = float((np.abs(penalty - beta * kl) <= slack)[use].mean())
+        allowed = slack + abs(beta) * _rounded(view, kl)
+        fits = float((np.abs(penalty - beta * kl) <= allowed)[use].mean())
         if best is None or fits > best[0] + 1e-9:
             best = (fits, kind, beta, kl)
     if best is None or best[2] <= 0:  # nothing taken off, or distance rewarded: the checks say so
@@ -63,8 +64,18 @@ def kl_reward(view: BatchView) -> tuple[Any, Any, Any, dict[str, Any]] | None:
     _, kind, beta, kl = best
     expected = scores - beta * kl * mask
     everywhere = np.isfinite(expected) & np.isfinite(rewards)
-    bound = slack + abs(beta) * 1e-4 * (1.0 + np.abs(distance))
+    size = np.abs(distance) + (1.0 if kind in ("k2", "k3") else 0.0)  # the terms that make it up
+    bound = slack + abs(beta) * (1e-4 * (1.0 + np.abs(distance)) + _rounded(view, size))
     return expected, everywhere, bound, {"estimator": kind, "coefficient": beta}
+
+
+def _rounded(view: BatchView, size: NDArray[Any]) -> NDArray[Any]:
+    """What numbers of that size are rounded by in the precision of the log-probs, in which verl
+    computes their KL."""
+    dtypes = [view.tensors[name].dtype for name in ("old_log_probs", "ref_log_prob")]
+    unit = max((torch.finfo(d).eps for d in dtypes if d.is_floating_point), default=0.0)
+    rounded: NDArray[Any] = unit * np.abs(size)
+    return rounded
 
 
 def advantages(view: BatchView, settings: Settings) -> Estimated | str:

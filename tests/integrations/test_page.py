@@ -6,6 +6,7 @@ from pathlib import Path
 from dataproto_audit.contracts.stages import STAGES
 from dataproto_audit.integrations import verl_v0
 from dataproto_audit.integrations.options import KNOWN, Options
+from tests.verl.looks import CRITIC, GRPO, boundaries, seen_in_v1
 
 PAGE = (Path(__file__).parents[2] / "docs" / "attaching.md").read_text(encoding="utf-8")
 
@@ -36,3 +37,13 @@ def test_every_call_is_listed_at_its_stage() -> None:
         for name, (stage, _) in calls.items():
             assert f"`{name}`" in table[stage][0]
     assert re.search(r"0\.7\.1.*0\.9\.1", PAGE, re.DOTALL)
+
+
+def test_the_table_of_runs_is_what_the_runs_are_held_to() -> None:
+    table = rows("What was run")
+    columns = [boundaries(*GRPO), boundaries(*CRITIC), seen_in_v1(*GRPO), seen_in_v1(*CRITIC)]
+    for place, expected in enumerate(columns):
+        assert {name for name, cells in table.items() if cells[place] != "-"} == expected
+    for place, before_the_first_step in ((0, {"sync_weights.after"}), (2, set())):
+        once_more = {name for name, cells in table.items() if cells[place] == "3"}
+        assert once_more == {"validation.after", *before_the_first_step}

@@ -58,6 +58,8 @@ def test_every_boundary_is_seen_and_healthy_runs_are_quiet(
     assert run.summary["switched_off"] == {}
     assert run.summary["not_hooked"] == []
     assert run.summary["steps"] == 2
+    assert 0 < run.summary["audit_cpu_share"] <= 1
+    assert run.summary["audit_cpu_s"] < run.summary["run_cpu_s"]
 
 
 def test_outcomes_are_in_the_tables_by_step(verl: ModuleType) -> None:

@@ -48,13 +48,24 @@ def test_a_rank_that_is_missing_is_said(
     assert ranks.leave("update_actor", batch_of()) == ({}, {})
     ranks.finish()
     assert "1 of 2 ranks told something" in caplog.text
+    assert ranks.cpu_s > 0  # what the hooks took is known all the same
 
 
-@pytest.mark.parametrize("mode", ["gspo", "scaled"])
+def test_a_stage_that_is_left_out_has_no_answer_and_needs_no_batch(
+    verl: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks = RankEvidence(Options(run_dir=str(tmp_path), workers=True, hang_timeout_s=0), {})
+    ranks.enter("update_actor", looks=False)
+    assert ranks.leave("update_actor", None) == ({}, {})
+    ranks.finish()
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("mode", ["clip_cov", "scaled"])
 def test_a_loss_of_another_kind_is_not_recomputed(
     mode: str, verl: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    actor: dict[str, Any] = {"policy_loss": {"loss_mode": "gspo"}}
+    actor: dict[str, Any] = {"policy_loss": {"loss_mode": mode}}
     if mode == "scaled":
         actor = {"loss_scale_factor": 100}
     told = stage_of("engine-fsdp", "update_actor", tmp_path, monkeypatch, actor=actor)

@@ -360,3 +360,12 @@ def test_a_mean_over_micro_batches_needs_to_know_them() -> None:
     assert (outcome.kind, outcome.reason) == (
         "not_checkable", "not recorded: micro-batches that make up each mini-batch",
     )  # fmt: skip
+
+
+def test_a_loss_that_is_not_known_is_not_recomputed() -> None:
+    def change(b: Boundary) -> None:
+        for entry in b.evidence["losses"]:
+            entry["loss_mode"] = "cispo"
+
+    outcome = audit(change={AFTER: change}, until=AFTER).outcome("loss_recomputed", AFTER)
+    assert (outcome.kind, outcome.reason) == ("not_checkable", "no recomputation of the loss cispo")

@@ -82,6 +82,17 @@ def mask_of_ones(b: Boundary) -> Truth:
     return Truth("attention_mask", tuple(sorted(rows)))
 
 
+def mask_of_responses(b: Boundary) -> Truth:
+    """Rows of rank 1 see as many tokens as their responses have."""
+    for number, rank in enumerate(b.evidence["ranks"]):
+        rank["attended"] = [
+            {"micro_batch": at, "lengths": [9] * len(rows),
+             "seen": [4 if number else 9] * len(rows)}
+            for at, rows in enumerate(rank["indices"])
+        ]  # fmt: skip
+    return Truth("attention_mask", tuple(range(8, 16)))
+
+
 CASES = [
     case
     for stage in STAGES
@@ -99,6 +110,8 @@ CASES = [
              "go on from the row before"),
         Case("packed_rows", "DPA706", stage, mask_of_ones, "packed_rows_leak",
              "a mask of ones over"),
+        Case("attended_tokens", "DPA707", stage, mask_of_responses, "wrong_attention_mask",
+             "4; 8 rows see another number"),
     )
 ] + [
     Case("micro_batch_partition", "DPA703", "old_log_prob", micro_batch_lost, "lost_micro_batch",

@@ -1,4 +1,5 @@
 import itertools
+import math
 from typing import Any
 
 import jaxtyping
@@ -355,3 +356,34 @@ def test_the_order_of_the_rows_does_not_matter(seed: int, mode: str) -> None:
     second = policy_loss(**moved, loss_agg_mode=mode, kl_loss_coef=0.1)
     for name, value in first.items():
         torch.testing.assert_close(second[name], value, rtol=1e-12, atol=1e-12)
+
+
+def test_gspo_takes_the_mean_log_ratio_of_a_row() -> None:
+    log_ratios = torch.tensor([[0.1, 0.3, 9.0], [-0.4, 0.0, 0.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    advantages = torch.tensor([[1.0, 1.0, 5.0], [-2.0, -2.0, -2.0]])
+    how = {"clip_ratio": 0.25, "loss_mode": "gspo", "clip_ratio_c": 1.1}
+    zeros = torch.zeros(2, 3)
+    wide = policy_loss(log_ratios, zeros, advantages, mask, **how)  # type: ignore[arg-type]
+    first = min(math.exp(0.2), 1.25)
+    second = -2 * max(math.exp(-0.4), 0.75)  # A < 0 takes the worse of both; no dual clip
+    assert wide["pg_loss"].item() == pytest.approx((-first * 2 - second) / 3)
+    narrow = policy_loss(
+        log_ratios, zeros, advantages, mask, loss_agg_mode="seq-mean-token-mean", **how
+    )  # type: ignore[arg-type]
+    assert narrow["pg_loss"].item() == pytest.approx((-first - second) / 2)
+
+
+def test_sapo_gates_by_the_sign_of_the_advantage() -> None:
+    for advantage, tau in ((1.5, 1.0), (-1.5, 1.05)):
+        terms = _loss_of_ratio(1.3, advantage, loss_mode="sapo")
+        gate = 4 / tau / (1 + math.exp(-tau * 0.3))
+        assert terms["pg_loss"] == pytest.approx(-advantage * gate)
+        assert terms["pg_clipfrac"] == terms["pg_clipfrac_lower"] == 0
+    other = _loss_of_ratio(1.3, 1.5, loss_mode="sapo", gate_temperatures=(2.0, 3.0))
+    assert other["pg_loss"] == pytest.approx(-1.5 * 2 / (1 + math.exp(-0.6)))
+
+
+def test_another_policy_loss_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown loss_mode 'cispo'; known: vanilla, gspo, sapo"):
+        _loss_of_ratio(1.0, 1.0, loss_mode="cispo")

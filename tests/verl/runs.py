@@ -58,13 +58,14 @@ def toy(version: str, folder: Path) -> None:
 
 def run(
     version: str, data: Path, *overrides: str, steps: int = 2, audit: bool = True,
-    timeout_s: float = 400, **environ: str,
+    timeout_s: float = 900, **environ: str,
 ) -> Finished:  # fmt: skip
     """Run ``steps`` steps; ``environ`` are variables, ``DATAPROTO_AUDIT_*`` among them."""
     modules = ["cpu_for_verl"]
     modules += ["seeded_faults"] if "SEEDED" in environ else []
     modules += ["worker_faults"] if "WORKER_FAULTS" in environ else []
     modules += ["seeded_faults_v1"] if "SEEDED_V1" in environ else []
+    modules += ["rows_in_order"] if "IN_ORDER" in environ else []
     modules += ["dataproto_audit.verl_plugin"] if audit else []
     places = (
         f"data.train_files={data}/train.parquet", f"data.val_files={data}/val.parquet",

@@ -140,3 +140,28 @@ def test_the_legacy_actors_call_in_our_order() -> None:
         "micro_batch_size",
         "max_token_len",
     )
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_ulysses_exchanges_in_flash_attention_only(version: str) -> None:
+    """DPA707 relies on it; for another kernel the slices of a row stay alone (D14)."""
+    module = tree(version, "verl/models/transformers/monkey_patch.py")
+    replaced = {
+        target.attr: ast.unparse(node.value)
+        for node in ast.walk(module) if isinstance(node, ast.Assign)
+        for target in node.targets if isinstance(target, ast.Attribute)
+    }  # fmt: skip
+    exchanging = {name for name, value in replaced.items() if "ulysses" in value}
+    assert "_flash_attention_forward" in exchanging
+    assert not [name for name in exchanging if "sdpa" in name or "eager" in name]
+
+
+def test_the_engine_of_0_7_1_builds_its_mask_from_the_loss_mask() -> None:
+    """D13; the hook reads the mask that goes into the model."""
+    inputs = functions(classes(tree("0.7.1", f"{FSDP}/transformer_impl.py"))[
+        "FSDPEngineWithLMHead"])["prepare_model_inputs"]  # fmt: skip
+    assert "for t in loss_mask" in ast.unparse(inputs)
+    later = functions(classes(tree("0.9.1", f"{FSDP}/transformer_impl.py"))[
+        "FSDPEngineWithLMHead"])["prepare_model_inputs"]  # fmt: skip
+    assert "for t in loss_mask" not in ast.unparse(later)
+    assert "'attention_mask'" in ast.unparse(later)

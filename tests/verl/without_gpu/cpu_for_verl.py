@@ -151,4 +151,11 @@ def _replica(module: ModuleType) -> None:
     module.RolloutReplicaRegistry.register("tiny", load)
 
 
+@when_imported("verl.experimental.agent_loop.tool_parser")
+def _tool_calls(module: ModuleType) -> None:
+    from toy_tools import parser
+
+    module.ToolParser.register("tiny")(parser(module))
+
+
 assert importlib.util.find_spec("tiny_rollout") is not None, sys.path

@@ -85,6 +85,8 @@ def rollouts(module: ModuleType) -> None:
                 batch["position_ids"] = batch["position_ids"] + 1
             if due("attends_padding"):
                 batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
+            if due("mask_tools"):
+                batch["response_mask"] = batch["attention_mask"][:, -batch["responses"].shape[1] :]
             if due("rollout_zeros"):
                 batch["rollout_log_probs"] = torch.zeros_like(batch["rollout_log_probs"])
 
@@ -100,6 +102,9 @@ def drivers(module: ModuleType) -> None:
     def balanced(_: Any, __: Any, batch: Any, *___: Any) -> None:
         if due("uid_rolled"):
             batch.non_tensor_batch["uid"] = np.roll(batch.non_tensor_batch["uid"], 1)
+        if due("two_rows_mixed"):
+            for name in ("responses", "response_mask", "rollout_log_probs"):
+                batch.batch[name][:2] = batch.batch[name][:2].flip(0)
         if due("rows_mixed"):
             batch.batch["rm_scores"] = batch.batch["rm_scores"].flip(0)
 

@@ -91,4 +91,18 @@ def seed(module: ModuleType, name: str, method: str, change: Callable[..., Any])
     setattr(module.PPOTrainer, method, changed)
 
 
+def unsent(module: ModuleType) -> None:
+    """``stale_weights``: the weights of the step before were not sent."""
+    manager = module.CheckpointEngineManager
+    send = manager.update_weights
+
+    def update_weights(self: Any, global_steps: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if global_steps is not None and STEPS.get("stale_weights") == str(global_steps + 1):
+            return {}
+        return send(self, global_steps, *args, **kwargs)
+
+    manager.update_weights = update_weights
+
+
 OnImport("verl.trainer.ppo.v1.trainer_base", install).install()
+OnImport("verl.checkpoint_engine.base", unsent).install()

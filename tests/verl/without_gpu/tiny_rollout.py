@@ -6,6 +6,7 @@ repeat.
 """
 
 import hashlib
+import os
 from collections import Counter
 
 import ray
@@ -15,6 +16,8 @@ from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
 NAME = "tiny_server_{}"
 MAX_NEW = 16
+EMPTY = bool(os.environ.get("TINY_EMPTY"))
+"""Every third answer is empty, as of an engine that aborted the request."""
 
 
 class TinyServer:
@@ -43,10 +46,13 @@ class TinyServer:
         self.seen[prompt] += 1
         text = f"{self.step}:{self.seen[prompt]}:{prompt}{self.replica}".encode()
         seed = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
-        ids, log_probs = self._sample(list(prompt), dict(sampling_params), seed)
+        aborted = EMPTY and not seed % 3
+        ids, log_probs = ([], []) if aborted else self._sample(
+            list(prompt), dict(sampling_params), seed
+        )  # fmt: skip
         wanted = sampling_params.get("logprobs") not in (None, False)
         known = {"token_ids": ids, "log_probs": log_probs if wanted else None,
-                 "stop_reason": "completed"}  # fmt: skip
+                 "stop_reason": "aborted" if aborted else "completed"}  # fmt: skip
         if "extra_fields" in TokenOutput.model_fields:
             known["extra_fields"] = {"global_steps": self.step}
         return TokenOutput(**known)
