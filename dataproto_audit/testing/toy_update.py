@@ -26,7 +26,8 @@ class Plan:
     parts: tuple[tuple[tuple[Index, ...], ...], ...]
     limit: int | None = None
     packed: bool = False
-    """Micro-batches run as one sequence each, and ranks note where positions begin anew."""
+    """Micro-batches run as one sequence each, and ranks note where positions begin anew and how
+    many tokens the last one of each row sees."""
 
     @property
     def chunk(self) -> int:
@@ -49,6 +50,10 @@ class Plan:
                 notes[-1]["packed"] = [
                     {"micro_batch": number, "restarts": [True] * len(micro), "mask": "none"}
                     for number, micro in enumerate(micros)
+                ]
+                notes[-1]["attended"] = [
+                    {"micro_batch": number, "lengths": seen, "seen": seen}
+                    for number, seen in enumerate(own[micro].tolist() for micro in micros)
                 ]
         return notes
 

@@ -31,6 +31,7 @@ SCENES: dict[str, Options] = {
     "tool_tokens_untrained": RECORDED,
     "masks_agree": RECORDED,
     "packed_rows": RECORDED,
+    "attended_tokens": RECORDED,
     "rows_over_ranks": RECORDED,
     "rows_over_micro_batches": RECORDED,
     "long_enough_to_split": RECORDED,

@@ -73,7 +73,6 @@ def resumable(folder, extra_data):
 @pytest.mark.parametrize(
     ("override", "code"),
     [
-        ("trainer.n_gpus_per_node=4", "DPA804"),
         ("trainer.total_training_steps=1", "DPA851"),
         ("data.seed=77", "DPA804"),
         ("audit.policy=/nonexistent.yaml", "DPA851"),
