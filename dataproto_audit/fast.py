@@ -148,19 +148,6 @@ def _beyond_bits(values: NDArray[Any], bits: int) -> bool:
     return False
 
 
-def _changes_direction(attended: NDArray[np.uint8], prompt: int) -> bool:
-    rows, width = attended.shape
-    for row in range(rows):
-        wrong = 0
-        for column in range(1, prompt):
-            wrong |= attended[row, column - 1] > attended[row, column]
-        for column in range(prompt + 1, width):
-            wrong |= attended[row, column] > attended[row, column - 1]
-        if wrong:
-            return True
-    return False
-
-
 def _range_where(
     values: NDArray[Any], where: NDArray[np.bool_], turn: Any, empty: tuple[Any, Any], odd: Any
 ) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -186,6 +173,5 @@ def _range_where(
 
 
 _LOOPS = (
-    _hash_rows, _count_rows, _masked_gap, _positions_wrong, _ids_differ, _beyond_bits,
-    _changes_direction, _range_where,
+    _hash_rows, _count_rows, _masked_gap, _positions_wrong, _ids_differ, _beyond_bits, _range_where,
 )  # fmt: skip

@@ -75,10 +75,8 @@ def mask_values(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iter
 def _changes_direction(block: Block) -> bool:
     """True when attention falls inside a prompt or rises inside a response."""
     on, prompt = block.attended, block.view.prompt or 0
-    if (compiled := fast.loops(on.size)) is not None:
-        return bool(compiled.changes_direction(on.view(np.uint8), prompt))
-    falls = on[:, : max(prompt - 1, 0)] & ~on[:, 1:prompt]
-    rises = ~on[:, prompt:-1] & on[:, prompt + 1 :]
+    falls = np.greater(on[:, : max(prompt - 1, 0)], on[:, 1:prompt])
+    rises = np.less(on[:, prompt:-1], on[:, prompt + 1 :])
     return some(falls) or some(rises)
 
 

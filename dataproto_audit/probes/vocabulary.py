@@ -53,13 +53,19 @@ def ids_in_vocabulary(view: BatchView, stats: Mapping[str, Any], ctx: Context) -
         ctx.unknown("setting unknown: vocab_size")
 
 
-def _inside(block: Block, stops: Sequence[int]) -> Any:
-    """Attended stop ids whose next column is attended, too, ``[block, R - 1]``."""
-    ids, on = block["responses"][:, :-1], block.response_attention
+def _inside(view: BatchView, stops: Sequence[int]) -> tuple[Any, Any]:
+    """Rows and columns of attended stop ids whose next column is attended, too."""
+    ids, attention, start = view.numpy("responses"), view.attention, view.prompt or 0
     found = np.zeros(ids.shape, bool)
     for stop in stops:
         found |= ids == stop
-    return found & on[:, :-1] & on[:, 1:]
+    rows, columns = np.divmod(np.flatnonzero(found), max(ids.shape[1], 1))
+    inner = columns < ids.shape[1] - 1
+    rows, columns = rows[inner], columns[inner]
+    assert attention is not None  # ATTENDED is needed
+    on = attention[rows, start + columns] != 0
+    on &= attention[rows, start + columns + 1] != 0
+    return rows[on], columns[on]
 
 
 def _over(ctx: Context) -> str:
@@ -86,12 +92,14 @@ def nothing_after_stop(
     holes the finding is a ``warn``.
     """
     listed = sorted(ctx.settings.stop_ids or ())
-    if not any(_inside(block, listed).any() for block in view.blocks()):
+    rows, columns = _inside(view, listed)
+    if not len(rows):
         return
     block, responses = Block(view, slice(None)), view.numpy("responses")
-    attended, stops = block.response_attention, _inside(block, listed)
+    attended, stops = block.response_attention, np.zeros(responses.shape, bool)
+    stops[rows, columns] = True
     after = np.zeros(responses.shape, bool)
-    after[:, 1:] = np.logical_or.accumulate(stops, axis=1)
+    after[:, 1:] = np.logical_or.accumulate(stops[:, :-1], axis=1)
     free = [*listed, *([] if ctx.settings.pad_id is None else [ctx.settings.pad_id])]
     after &= attended & ~np.isin(responses, free)
     if not after.any():
