@@ -140,10 +140,10 @@ DEFECTS = (
            "grows with their number.", "", "warn", _critic_scale,
            "Let one micro-batch hold the mini-batch, or use legacy workers."),
     Defect("D12", OLD, "GSPO, SAPO and geo_mean compute seq-mean-token-mean whatever "
-           "loss_agg_mode says.", "DPA502", "warn",
+           "loss_agg_mode says.", "DPA502", "fail",
            _ignores_mode("gspo", "sapo", "geo_mean"), SAYS_MODE),
     Defect("D12", ("0.9.1",), "SAPO and geo_mean compute seq-mean-token-mean whatever "
-           "loss_agg_mode says.", "DPA502", "warn", _ignores_mode("sapo", "geo_mean"),
+           "loss_agg_mode says.", "DPA502", "fail", _ignores_mode("sapo", "geo_mean"),
            SAYS_MODE),
     Defect("D13", OLD, "Engine workers without remove-padding attend by the loss mask, so that all "
            "log-probs are wrong (verl issue 6278).", "DPA707, DPA303", "fail", _mask_from_loss,

@@ -33,8 +33,11 @@ class Crash:
 
 
 def _straight_through(config: Config) -> bool:
-    keys = ("algorithm.kl_penalty", "actor_rollout_ref.actor.kl_loss_type")
-    return any(str(at(config, key)).endswith("+") for key in keys)
+    used = (
+        ("algorithm.use_kl_in_reward", "algorithm.kl_penalty"),
+        ("actor_rollout_ref.actor.use_kl_loss", "actor_rollout_ref.actor.kl_loss_type"),
+    )
+    return any(at(config, on) and str(at(config, key)).endswith("+") for on, key in used)
 
 
 def _estimator(name: str) -> Callable[[Config], bool]:

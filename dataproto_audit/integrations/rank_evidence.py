@@ -37,7 +37,7 @@ class RankEvidence:
         self._watch = HangWatch(self._exchange, timeout_s=options.hang_timeout_s)
         self._call, self._stage, self._looks = 0, "", False
         self._said: set[str] = set()
-        self._hooks: dict[int, float] = {}
+        self._hooks: dict[str, float] = {}
 
     @property
     def cpu_s(self) -> float:
@@ -68,9 +68,9 @@ class RankEvidence:
             return {}, {}
         told = self._exchange.answers(self._call)
         for answer in told:  # counted since its process began
-            rank = int(answer.told["rank"])
+            process = str(answer.told.get("process", answer.told["rank"]))
             spent = float(answer.told.get("hooks_cpu_s", 0.0))
-            self._hooks[rank] = max(self._hooks.get(rank, 0.0), spent)
+            self._hooks[process] = max(self._hooks.get(process, 0.0), spent)
         answers = _one_each(told)
         view = BatchView.of(batch)
         why = _unusable(answers, view.rows)

@@ -17,6 +17,8 @@ in the tests has not (no run on a CPU is possible).
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -122,6 +124,7 @@ class Workers:
         self.broken_off()
         if record is not None:
             record.about["hooks_cpu_s"] = self.cpu_s
+            record.about["process"] = f"{socket.gethostname()}:{os.getpid()}"
             record.finish()
 
     def broken_off(self) -> None:

@@ -115,7 +115,8 @@ class Record:
                              "restarts": [bool(r) for r in restarts]})  # fmt: skip
 
     def attended(self, lengths: Sequence[int], seen: Sequence[int]) -> None:
-        """How many tokens each row of the micro-batch has, and how many its last one can see."""
+        """How many tokens each row of the micro-batch has, and how many of them attend to each
+        other: of a row that is cut over ranks, those of the largest part."""
         self._attended.append({"micro_batch": len(self._micros) - 1,
                                "lengths": [int(n) for n in lengths],
                                "seen": [int(n) for n in seen]})  # fmt: skip

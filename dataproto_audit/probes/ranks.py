@@ -165,9 +165,10 @@ def packed_rows(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iter
 
 @probe("DPA707", stages=STAGES, needs=("evidence.ranks",))
 def attended_tokens(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
-    """Each row's last token can see as many tokens as the row has.
+    """As many tokens of each row attend to each other as the row has.
 
-    Not covered: which tokens these are, and workers that run with the batch's own mask.
+    Of a row that is cut over ranks which do not exchange it, the largest part counts. Not covered:
+    which tokens these are, and workers that run with the batch's own mask.
     """
     if not any(rank.get("attended") for rank in ctx.evidence["ranks"]):
         ctx.skip("no worker told of a mask of its own")
@@ -185,6 +186,6 @@ def attended_tokens(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> 
             "attention_mask",
             rows=np.asarray(sorted(wrong), np.int64),
             expected=f"all {length} tokens of row {row}",
-            actual=f"{seen}; {len(wrong)} rows see another number of tokens than they have",
+            actual=f"{seen}; {len(wrong)} rows are attended to otherwise than in full",
             causes=("wrong_attention_mask",),
         )

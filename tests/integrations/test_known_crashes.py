@@ -7,7 +7,8 @@ import pytest
 from dataproto_audit.doctor.defects import DEFECTS
 from dataproto_audit.integrations.known_crashes import CRASHES, known_crash
 
-PLUS = {"algorithm": {"kl_penalty": "k3+"}}
+PLUS = {"algorithm": {"use_kl_in_reward": True, "kl_penalty": "k3+"}}
+UNUSED = {"algorithm": {"use_kl_in_reward": False, "kl_penalty": "k3+"}}
 REMAX = {"algorithm": {"adv_estimator": "remax"}}
 SAME = "`score` in tensor_dict1 and tensor_dict2 are not the same object."
 
@@ -46,6 +47,7 @@ def test_it_is_named_with_its_remedy(
     ("version", "stage", "error", "config"),
     [
         ("0.7.1", "kl_reward", NotImplementedError(), {"algorithm": {"kl_penalty": "k3"}}),
+        ("0.7.1", "update_actor", NotImplementedError(), UNUSED),
         ("0.9.1", "kl_reward", NotImplementedError(), PLUS),
         ("0.7.1", "balance", NotImplementedError(), PLUS),
         ("0.7.1", "union", AssertionError(SAME), {}),

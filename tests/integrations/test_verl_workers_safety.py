@@ -4,7 +4,7 @@ import importlib
 import json
 import random
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,24 @@ def test_a_rank_that_is_missing_is_said(
     ranks.finish()
     assert "1 of 2 ranks told something" in caplog.text
     assert ranks.cpu_s > 0  # what the hooks took is known all the same
+
+
+def test_processes_of_one_rank_both_count(
+    verl: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Actor and reference in processes of their own are rank 0 each; what one tells grows."""
+    told = [("a:1", 1.0), ("a:2", 0.5), ("a:1", 1.25)]
+    answers = [
+        SimpleNamespace(told={"rank": 0, "dp_rank": 0, "dp_size": 2, "process": process,
+                              "hooks_cpu_s": spent})
+        for process, spent in told
+    ]  # fmt: skip
+    monkeypatch.setattr(Exchange, "answers", lambda *_: answers)
+    ranks = RankEvidence(Options(run_dir=str(tmp_path), workers=True, hang_timeout_s=0), {})
+    ranks.enter("update_actor", looks=True)
+    ranks.leave("update_actor", batch_of())
+    ranks.finish()
+    assert ranks.cpu_s == 1.75
 
 
 def test_a_stage_that_is_left_out_has_no_answer_and_needs_no_batch(

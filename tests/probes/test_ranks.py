@@ -111,7 +111,7 @@ CASES = [
         Case("packed_rows", "DPA706", stage, mask_of_ones, "packed_rows_leak",
              "a mask of ones over"),
         Case("attended_tokens", "DPA707", stage, mask_of_responses, "wrong_attention_mask",
-             "4; 8 rows see another number"),
+             "4; 8 rows are attended to otherwise"),
     )
 ] + [
     Case("micro_batch_partition", "DPA703", "old_log_prob", micro_batch_lost, "lost_micro_batch",
