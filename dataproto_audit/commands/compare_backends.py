@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import tempfile
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from dataproto_audit.codes import UsageError
+from dataproto_audit.commands.output import print_json
 
 if TYPE_CHECKING:
     from dataproto_audit.protocol import DataProto
@@ -57,7 +57,7 @@ def compare_backends(
         asked = _Asked(path, model, layouts, rows, temperature, layers, values)
         answer = _answer(asked, Path(scratch))
     if as_json:
-        print(json.dumps(answer), flush=True)
+        print_json(answer)
     else:
         print(_text(answer))
     if not all(entry["agree"] for entry in answer["layouts"]):

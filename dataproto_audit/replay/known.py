@@ -7,6 +7,7 @@ import re
 from dataproto_audit.checker.config import NAMES
 from dataproto_audit.contracts.fields import FIELDS
 from dataproto_audit.probes import Settings
+from dataproto_audit.reference.losses import LOSS_MODES
 
 NOT_IDS = frozenset(("position_ids", "mm_token_type_ids", "token_type_ids")) | {
     name for name in FIELDS
@@ -38,12 +39,15 @@ ENTRIES = frozenset(FIELDS) | frozenset(Settings.known()) | {
     # updates
     "pg_loss", "kl_loss", "entropy_loss", "total", "normaliser", "rows", "tokens", "indices",
     "micro_batch", "micro_batches", "mini_batches", "peak_token_sum", "token_limit", "packed",
-    "restarts", "mask", "cpu_s", "wall_s",
+    "restarts", "mask", "cpu_s", "wall_s", "attended", "lengths", "seen", "loss_mode",
+    "gate_temperatures", "old", "eps",
     # weights
     "engine_stale", "engine_unreadable", "engine_prefix_cache_reset", "old_log_prob_version",
     "sync_probe", "sync_probe_skipped", "trainer", "engine", "process_reward",
 }  # fmt: skip
 """Entries of meta and evidence that checks read, at any depth."""
+_TOLD = {"loss_mode": LOSS_MODES, "old": ("new", "stored")}
+"""What a worker tells of the way in which it computed the loss."""
 _METRIC = re.compile(
     r"(actor|audit|critic|global_seqlen|groups|perf|prompt_length|response|response_length"
     r"|response_mask|rollout|rollout_corr|timing_s|timing_per_token_ms|training)/[\w/@.-]+"
@@ -69,5 +73,7 @@ def is_entry(section: str, name: object) -> bool:
 
 
 def is_choice(name: str, value: str) -> bool:
-    """Whether a text is what a setting is set to, such as ``token-mean``."""
+    """Whether a text is what a setting or a loss is set to, such as ``token-mean``."""
+    if name in _TOLD:
+        return value in _TOLD[name]
     return name in Settings.known() and _CHOICE.fullmatch(value) is not None

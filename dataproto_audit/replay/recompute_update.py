@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dataproto_audit.batch import BatchView
 from dataproto_audit.probes import Settings
 from dataproto_audit.reference.losses import AGGREGATION_MODES
-from dataproto_audit.replay.update_terms import fields_used, loss_terms, unusable
+from dataproto_audit.replay.update_terms import fields_used, loss_terms, unreadable, unusable
 
 COMPARED = ("pg_loss", "kl_loss", "total", "normaliser")
 RELATIVE, ABSOLUTE = 1e-4, 1e-5
@@ -36,14 +36,14 @@ def losses(view: BatchView, evidence: Mapping[str, Any], settings: Settings) -> 
         return
     used = [name for name in fields_used(view.__contains__, settings) if name in view.tensors]
     fields = {n: torch.from_numpy(np.ascontiguousarray(view.numpy(n))) for n in used}
-    reason = unusable(fields, settings)
+    reason = unusable(fields, settings) or next(filter(None, map(unreadable, told)), "")
     if reason:
         yield "loss", _EMPTY, _EMPTY, _EMPTY, f"loss: {reason}"
         return
     recorded: dict[str, list[float]] = {term: [] for term in COMPARED}
     expected: dict[str, list[float]] = {term: [] for term in COMPARED}
     for number, reported in enumerate(told):
-        terms = loss_terms(fields, number, settings)
+        terms = loss_terms(fields, number, settings, told=reported)
         for term in COMPARED:
             value = reported.get(term)
             if term in terms and isinstance(value, (int, float)):

@@ -13,10 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataproto_audit.probes import Settings
-from dataproto_audit.replay.update_terms import TERMS, loss_terms, unusable
+from dataproto_audit.replay.update_terms import TERMS, loss_terms, unreadable, unusable
 
 Index = NDArray[np.int64]
 COUNTED = ("peak_token_sum", "token_limit")
+BY_MODE = ("pg_loss", "total")
+"""Terms that depend on which policy loss it is."""
 
 
 def cut_ranks(
@@ -54,13 +56,13 @@ def _micro_batches(
     held: list[list[int]] = []
     counted: list[int] = []
     kept: dict[int, int] = {}
-    restarts: list[list[int]] = []
+    stays: list[list[int]] = []
     for number, micro in enumerate(lists):
         inside = [at for at, i in enumerate(micro) if start + i in place or start + i < 0]
         if not inside and micro:
             continue
         kept[number] = len(held)
-        restarts.append(inside)
+        stays.append(inside)
         held.append([place.get(start + micro[at], micro[at] + begin) - begin for at in inside])
         old = sum(int(before[start + i]) for i in micro if 0 <= start + i < len(before))
         new = sum(int(after[begin + i]) for i in held[-1] if 0 <= begin + i < len(after))
@@ -76,11 +78,33 @@ def _micro_batches(
     if isinstance(note.get("packed"), list):
         made["packed"] = [
             {**told, "micro_batch": kept[told["micro_batch"]],
-             "restarts": [told["restarts"][at] for at in restarts[kept[told["micro_batch"]]]
+             "restarts": [told["restarts"][at] for at in stays[kept[told["micro_batch"]]]
                           if at < len(told["restarts"])]}
             for told in note["packed"] if told.get("micro_batch") in kept
         ]  # fmt: skip
+    if isinstance(note.get("attended"), list):
+        made["attended"] = [
+            _attended(told, kept[told["micro_batch"]], lists[told["micro_batch"]], stays[
+                kept[told["micro_batch"]]], start, place, before, after)
+            for told in note["attended"] if told.get("micro_batch") in kept
+        ]  # fmt: skip
     return made
+
+
+def _attended(
+    told: Mapping[str, Any], number: int, micro: Sequence[int], stays: Sequence[int], start: int,
+    place: Mapping[int, int], before: Index, after: Index,
+) -> dict[str, Any]:  # fmt: skip
+    """What the rows that stay see of their tokens; both counts lose the columns that a row lost."""
+    gone = {
+        at: int(before[start + micro[at]]) - int(after[place[start + micro[at]]])
+        for at in stays if micro[at] >= 0 and start + micro[at] in place
+    }  # fmt: skip
+    cut = {
+        name: [max(0, told[name][at] - gone.get(at, 0)) for at in stays if at < len(told[name])]
+        for name in ("lengths", "seen")
+    }
+    return {**told, "micro_batch": number, **cut}
 
 
 def cut_losses(
@@ -91,23 +115,30 @@ def cut_losses(
 ) -> list[dict[str, Any]]:
     """Loss terms of each mini-batch for the rows that stay; ``before`` and ``after`` are fields.
 
-    Where they cannot be computed, from a broken field for one, they stay as they were told.
+    Where they cannot be computed, from a broken field for one, they stay as they were told. Of a
+    policy loss that is not known, what depends on it is left out.
     """
     if unusable(before, settings) or unusable(after, settings):
         return [dict(told) for told in losses]
     out = []
     for number, told in enumerate(losses):
-        old, new = (loss_terms(fields, number, settings) for fields in (before, after))
-        made = dict(told)
+        made, how = dict(told), told
+        if unreadable(told):
+            made = {name: value for name, value in told.items() if name not in BY_MODE}
+            how = {}
+        old, new = (loss_terms(fields, number, settings, told=how) for fields in (before, after))
+        eps = told.get("eps") or 0.0
         for name in TERMS:
-            if old and new and isinstance(told.get(name), (int, float)):
-                made[name] = _carried(float(told[name]), old[name], new[name])
+            if old and new and isinstance(made.get(name), (int, float)):
+                rough = 0.0 if name == "normaliser" else float(eps)
+                made[name] = _carried(float(told[name]), old[name], new[name], rough)
         out.append(made)
     return out
 
 
-def _carried(told: float, old: float, new: float) -> float:
-    if abs(told - old) <= 1e-6 + 1e-5 * abs(old):
+def _carried(told: float, old: float, new: float, eps: float = 0.0) -> float:
+    """``eps``: the precision of what ``told`` was computed from; rounding is no fault to keep."""
+    if abs(told - old) <= max(1e-6, eps) + max(1e-5, eps) * abs(old):
         return new
     return told * new / old if abs(old) > 1e-12 else told
 

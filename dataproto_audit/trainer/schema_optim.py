@@ -10,7 +10,8 @@ class OptimConfig:
     """The optimizer and how its rates change from update to update.
 
     Without ``lr_decay_style`` the rate rises linearly over ``lr_warmup_steps`` updates to ``lr``
-    and stays. With it, rates are those of Megatron's scheduler, under either engine.
+    and stays, and the keys below that one are refused. With it, rates are those of Megatron's
+    scheduler, under either engine.
     """
 
     name: str = "adamw"
@@ -18,7 +19,8 @@ class OptimConfig:
     lr: float = 1e-6
     """Learning rate after the warm-up."""
     lr_warmup_steps: int = 0
-    """Steps of the linear warm-up from 0."""
+    """Updates in which the rate rises linearly to `lr`: from `lr / lr_warmup_steps`, with
+    `lr_decay_style` from `lr_warmup_init`."""
     weight_decay: float = 0.0
     """Decoupled weight decay."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])

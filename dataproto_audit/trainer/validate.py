@@ -13,9 +13,21 @@ from dataproto_audit.dump.retention import Retention
 from dataproto_audit.trainer.backends.megatron.layout import check_ranks
 from dataproto_audit.trainer.backends.megatron.options import options_from
 from dataproto_audit.trainer.ranges import check_each
+from dataproto_audit.trainer.rates import KEY as OPTIM
+from dataproto_audit.trainer.schema_optim import OptimConfig
 from dataproto_audit.trainer.workers.spec import rate_schedule
 
 GROUP_RELATIVE = ("grpo",)
+OF_SCHEDULE = (
+    "lr_decay_steps",
+    "lr_warmup_init",
+    "min_lr",
+    "lr_wsd_decay_style",
+    "lr_wsd_decay_steps",
+    "weight_decay_incr_style",
+    "start_weight_decay",
+)
+"""Keys of ``actor.optim`` that only a schedule reads."""
 
 
 def validate(config: DictConfig) -> None:
@@ -60,6 +72,16 @@ def _rates(config: DictConfig) -> None:
     schedule = rate_schedule(config)
     if schedule is not None:
         schedule.check()
+        return
+    optim, defaults = config.actor_rollout_ref.actor.optim, OptimConfig()
+    idle = [key for key in OF_SCHEDULE if optim[key] != getattr(defaults, key)]
+    if idle:
+        given = ", ".join(f"{key}={optim[key]}" for key in idle)
+        raise UsageError(
+            "DPA851",
+            f"{OPTIM}.lr_decay_style is null, so {given} would do nothing.",
+            f"Choose {OPTIM}.lr_decay_style, or leave the rest as it comes.",
+        )
 
 
 def _one_machine(config: DictConfig) -> None:

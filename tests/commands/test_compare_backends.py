@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dataproto_audit.commands import compare_backends as command
+from dataproto_audit.commands import output
 from dataproto_audit.trainer.compare.batches import demo_batch
 from dataproto_audit.trainer.models import TinyModel, write_tiny_model
 
@@ -64,7 +65,9 @@ def test_a_layout_that_differs_sets_the_exit_code(call, monkeypatch):
     assert "fsdp:2: DIFFERS: max_abs_grad_diff" in said
     assert "row 3, column 1" in said
     assert "; first in gradient model.norm.weight and 1 more, all 0.125 times" in said
+    documents = len(output.printed)
     assert json.loads(call("--demo", "--json", check=1).stdout) == answer
+    assert len(output.printed) == documents + 1, "an error after it must not be a second document"
     failed = {"name": "fsdp:2", "agree": False, "wrong": ["DPA864 gone."], "ranks": []}
     answer["layouts"] = [failed, entry]
     assert "fsdp:2: COULD NOT RUN: DPA864 gone." in call("--demo", check=1).stdout

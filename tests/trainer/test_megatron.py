@@ -3,6 +3,7 @@
 import pytest
 
 from dataproto_audit.codes import UsageError
+from dataproto_audit.trainer.backends.checkpoint import SEATS
 from dataproto_audit.trainer.config import load_config
 from dataproto_audit.trainer.models import TinyModel, write_tiny_model
 from dataproto_audit.trainer.preflight import prepare
@@ -124,3 +125,6 @@ def test_sizes_of_the_layout_are_part_of_a_checkpoint():
     assert two != piped
     mixed = load_config("megatron_quickstart", [f"{REF}.strategy=fsdp2"])
     assert checkpoint_layout(worker_spec(mixed, model_path=""))["ref_strategy"] == "fsdp2"
+    assert two[SEATS] is True
+    plain = checkpoint_layout(worker_spec(load_config("quickstart"), model_path=""))
+    assert SEATS not in plain

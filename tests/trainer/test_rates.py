@@ -108,6 +108,20 @@ def test_keys_reach_the_schedule_and_without_a_style_there_is_none():
 
 
 @pytest.mark.parametrize(
+    "idle",
+    [
+        "lr_decay_steps=50", "lr_warmup_init=1e-6", "min_lr=1e-5", "lr_wsd_decay_style=linear",
+        "lr_wsd_decay_steps=5", "weight_decay_incr_style=linear", "start_weight_decay=0.0",
+    ],
+)  # fmt: skip
+def test_keys_that_only_a_schedule_reads_need_one(idle):
+    with pytest.raises(UsageError, match=rf"DPA851 .*lr_decay_style is null, so {idle}") as caught:
+        validate(config(idle))
+    assert "Choose actor_rollout_ref.actor.optim.lr_decay_style" in str(caught.value)
+    validate(config("lr_warmup_steps=5", "weight_decay=0.1", "min_lr=0.0"))
+
+
+@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["lr_decay_style=sawtooth"], "lr_decay_style"),

@@ -26,6 +26,8 @@ from dataproto_audit.codes import UsageError
 SCHEMA = 1
 INDEX = "checkpoint.json"
 STRATEGIES = ("fsdp", "fsdp2", "megatron")
+SEATS = "seats"
+"""Key of a layout with Megatron ranks: their files say where each one sat."""
 PIECE = 2**22
 """Bytes read at once while a file is only compared."""
 
@@ -105,8 +107,8 @@ class Index:
 
 
 def read_index(folder: Path) -> Index:
-    """The index of ``folder``; raises DPA804 if the checkpoint is incomplete, or of a layout that
-    nothing is known of."""
+    """The index of ``folder``; raises DPA804 if the checkpoint is incomplete, of a layout that
+    nothing is known of, or of Megatron ranks whose files do not say where they sat."""
     try:
         raw = json.loads((folder / INDEX).read_bytes())
     except FileNotFoundError as error:
@@ -122,6 +124,14 @@ def read_index(folder: Path) -> Index:
         raise _unreadable(folder, f"{INDEX} lacks {error}") from error
     if index.layout.get("strategy") not in STRATEGIES or not files:
         raise _unreadable(folder, f"it is of layout {index.layout} and {len(files)} ranks")
+    engines = (index.layout["strategy"], index.layout.get("ref_strategy"))
+    if "megatron" in engines and not index.layout.get(SEATS):
+        raise UsageError(
+            "DPA804",
+            f"the checkpoint {folder} was written by an earlier version of dataproto-audit, whose "
+            "Megatron files do not say which part of the model each of them holds.",
+            "Go on with the version that wrote it, or start the run again.",
+        )
     for file in files:
         path = folder / file.name
         if not path.is_file() or path.stat().st_size != file.size:

@@ -51,14 +51,19 @@ def moments_of(state: Mapping[str, Tensor], parameters: Iterable[str]) -> list[d
         found = by_name.get(parameter, {})
         lacks = sorted(wanted - found.keys())
         if lacks and STATELESS not in found:
-            raise UsageError(
-                "DPA804",
-                f"the checkpoint lacks the optimizer's {', '.join(lacks)} of parameter "
-                f"{parameter} and holds that of others.",
-                REMEDY,
-            )
+            raise lost(parameter, lacks)
         out.append({key: value.clone() for key, value in found.items() if key != STATELESS})
     return out
+
+
+def lost(parameter: str, keys: Iterable[str]) -> UsageError:
+    """DPA804 for a parameter whose state ``keys`` are gone, though others have theirs."""
+    return UsageError(
+        "DPA804",
+        f"the checkpoint lacks the optimizer's {', '.join(keys)} of parameter {parameter} and "
+        "holds that of others.",
+        REMEDY,
+    )
 
 
 def set_rates(groups: Iterable[dict[str, Any]], lr: float, weight_decay: float | None) -> None:

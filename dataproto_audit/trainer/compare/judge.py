@@ -127,14 +127,16 @@ def wrong_gradients(ours: Values, expected: Values, *, bound: float) -> list[str
 def gradient_factor(ours: Values, expected: Values) -> float | None:
     """The one number by which every expected gradient is multiplied in ``ours``; None if there is
     none, or if it is 1 within a thousandth."""
-    names = [name for name in expected.gradients if name in ours.gradients]
+    names = list(expected.gradients)
+    if not names or any(name not in ours.gradients for name in names):
+        return None
     flat = [
         torch.cat([of.gradients[name].double().flatten() for name in names])
         for of in (ours, expected)
     ]
     mine, theirs = flat
     square = float(theirs.square().sum())
-    if len(names) < len(expected.gradients) or not square:
+    if not square:
         return None
     factor = float(mine @ theirs) / square
     rest = float((mine - factor * theirs).norm())

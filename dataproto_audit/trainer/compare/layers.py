@@ -9,7 +9,7 @@ show; states are kept in memory, so take few rows of a large model.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,7 +83,7 @@ def gaps(
     *,
     parts: int,
 ) -> list[LayerGap]:
-    """Every expected layer in its order; one that no rank tells differs by infinity.
+    """Every expected layer in its order; one that is not told for every row differs by infinity.
 
     ``expected`` and ``noise`` hold f32[rows, total, hidden] of the batch, whose rows are cut into
     ``parts`` contiguous chunks.
@@ -97,11 +97,15 @@ def gaps(
         bound = max(bound, FACTOR * _largest(noise[name][rows, columns] - whole))
         gap = LayerGap(name, float("inf"), bound, (-1, -1), None)
         seen: list[LayerGap] = []
+        untold = torch.ones(len(attention_mask), dtype=torch.bool)
         for one in told:
             first = one.dp_rank * size
             for index, ours in zip(one.micro_batches, one.states.get(name, ()), strict=False):
                 at = torch.from_numpy(index) + first
                 seen.append(_gap(gap, one.rank, at, ours, states, attention_mask))
+                untold[at] = False
+        if untold.any():
+            seen.append(replace(gap, worst=(int(untold.nonzero()[0]), -1)))
         found.append(max(seen, key=lambda each: each.max_abs_diff, default=gap))
     return found
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dataproto_audit.trainer.backends.base import FSDPOptions, ModelSpec, OptimSpec
+from dataproto_audit.trainer.backends.checkpoint import SEATS
 from dataproto_audit.trainer.backends.megatron.options import MegatronOptions, options_from
 from dataproto_audit.trainer.plans import MicroBatching
 from dataproto_audit.trainer.rates import RateSchedule
@@ -92,6 +93,8 @@ def checkpoint_layout(spec: WorkerSpec) -> dict[str, Any]:
     if spec.strategy == "megatron":
         layout |= spec.megatron.layout()
     engines = {strategy_of(spec, role) for role in roles_of(spec)}
+    if "megatron" in engines:
+        layout[SEATS] = True
     if engines != {"megatron"} and spec.fsdp.fsdp_size != -1:
         layout["fsdp_size"] = spec.fsdp.fsdp_size
     if strategy_of(spec, "ref") != spec.strategy and spec.with_reference:

@@ -56,6 +56,20 @@ def test_a_layout_that_nothing_is_known_of_is_refused(tmp_path):
         read(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "layout", [{"strategy": "megatron", "tp": 2}, {"strategy": "fsdp2", "ref_strategy": "megatron"}]
+)
+def test_megatron_files_that_do_not_say_where_their_ranks_sat_are_refused(tmp_path, layout):
+    entry = checkpoint.write_rank_file(tmp_path, rank=0, tensors={"a": torch.zeros(2)})
+    checkpoint.write_index(tmp_path, [entry], step=5, layout=layout, extra={})
+    with pytest.raises(UsageError, match=r"DPA804 .*earlier version") as caught:
+        read(tmp_path)
+    assert "start the run again" in str(caught.value)
+    seated = layout | {checkpoint.SEATS: True}
+    checkpoint.write_index(tmp_path, [entry], step=5, layout=seated, extra={})
+    assert read(tmp_path).layout == seated
+
+
 def test_a_checkpoint_without_index_was_not_finished(tmp_path):
     write(tmp_path)
     (tmp_path / checkpoint.INDEX).unlink()

@@ -99,6 +99,9 @@ def test_wrong_gradients_are_named_in_the_model_s_order_and_one_factor_is_seen()
     lost = values(gradients={"a": torch.ones(2, 2)})
     assert wrong_gradients(lost, values(), bound=1e-6) == ["b"]
     assert gradient_factor(lost, values()) is None
+    nothing = values(gradients={})
+    assert wrong_gradients(nothing, values(), bound=1e-6) == ["a", "b"]
+    assert gradient_factor(nothing, values()) is None
     nan = {"a": torch.full((2, 2), torch.nan), "b": torch.zeros(3)}
     assert wrong_gradients(values(gradients=nan), values(), bound=1e-6) == ["a"]
     assert gradient_factor(values(gradients=nan), values()) is None

@@ -77,6 +77,19 @@ def test_stages_tell_their_own_layers_and_a_layer_that_nobody_tells_is_no_agreem
     assert (layer.agrees, layer.rank, layer.max_abs_diff) == (False, None, float("inf"))
 
 
+def test_rows_that_nobody_tells_are_no_agreement():
+    expected = states()
+    first = told(expected, rank=0, dp_rank=0, micros=[[1], [0]])
+    second = told(expected, rank=1, dp_rank=1, micros=[[0], [1]])
+    silent = second._replace(states={})
+    for gap in compared([first, silent], expected):
+        assert (gap.agrees, gap.max_abs_diff, gap.worst) == (False, float("inf"), (2, -1))
+    del second.states["model.layers.0"][1]
+    embedding, layer = compared([first, second], expected)
+    assert embedding.agrees
+    assert (layer.agrees, layer.worst, layer.rank) == (False, (3, -1), None)
+
+
 def test_nan_and_a_wrong_number_of_tokens_are_no_agreement():
     expected = states()
     one = told(expected, rank=0, dp_rank=0, micros=[[0, 1]])

@@ -20,7 +20,7 @@ from torch import Tensor
 from dataproto_audit.codes import UsageError
 from dataproto_audit.trainer.backends.base import OptimSpec
 from dataproto_audit.trainer.backends.megatron import shims
-from dataproto_audit.trainer.backends.moments import REMEDY, moments_of, set_rates
+from dataproto_audit.trainer.backends.moments import REMEDY, STATELESS, moments_of, set_rates
 
 NAMES = {"adamw": "adam", "sgd": "sgd"}
 
@@ -148,10 +148,14 @@ class Optimizer:
         of the flattened parameter that a moment of the distributed optimizer is of.
         """
         out: dict[str, Tensor] = {}
-        for one in self.owned():
-            for key, value in one.member.optimizer.state.get(one.main, {}).items():
+        owned = list(self.owned())
+        states = [one.member.optimizer.state.get(one.main, {}) for one in owned]
+        for one, kept in zip(owned, states, strict=True):
+            for key, value in kept.items():
                 if isinstance(value, Tensor):
                     out[f"optim/{one.name}/{key}"] = value
+            if not kept and any(states):  # taken over from FSDP, and not stepped on yet
+                out[f"optim/{one.name}/{STATELESS}"] = torch.empty(0)
             if self._separate:
                 out[f"main/{one.name}"] = one.main.detach()
             if one.part is not None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dataproto_audit.trainer.backends import shards
 from dataproto_audit.trainer.backends.megatron.weights import Seat, pieces
+from dataproto_audit.trainer.backends.moments import STATELESS, lost
 from dataproto_audit.trainer.backends.whole import MAIN, WEIGHTS, Whole, cut, moments
 
 SEAT = "seat"
@@ -25,11 +26,12 @@ def whole_of_megatron(files: Sequence[Mapping[str, Tensor]], model: Mapping[str,
     """From the state of all ranks; ``model`` is the parsed ``config.json``.
 
     Ranks of the distributed optimizer each hold a run of every parameter's moments; those of the
-    copies are put together first.
+    copies are put together first. Raises DPA804 if a parameter lacks state that others have.
     """
     seats = [[int(x) for x in file[SEAT]] for file in files]
     payloads: dict[str, list[shards.ShardPayload]] = {}
     steps: dict[str, Tensor] = {}
+    idle: dict[str, Tensor] = {}
     kinds = [WEIGHTS, *sorted(_kinds(files))]
     for rank, (seat, file) in enumerate(zip(seats, files, strict=True)):
         rest = (seat[:2], seat[3:])
@@ -46,13 +48,13 @@ def whole_of_megatron(files: Sequence[Mapping[str, Tensor]], model: Mapping[str,
             where = Seat(rank=seat[0], ranks=seat[1], copy=seat[2] > 0)
             for kind in kinds:
                 tensor = file[key] if kind == WEIGHTS else _gathered(peers, kind, param, file[key])
-                if tensor is None:
-                    continue
-                like = tensor if tensor.ndim else file[key]
+                like = tensor if tensor is not None and tensor.ndim else file[key]
                 for hf, view, spec in pieces(
                     name, like, first_layer=first, model=model, seat=where
                 ):
-                    if not tensor.ndim:
+                    if tensor is None:
+                        idle[hf] = torch.empty(0)
+                    elif not tensor.ndim:
                         steps[hf] = tensor
                     else:
                         found[kind][hf] = (view, spec)
@@ -60,12 +62,13 @@ def whole_of_megatron(files: Sequence[Mapping[str, Tensor]], model: Mapping[str,
             packed = shards.pack(entries, rank=rank, world_size=len(files), version=0, aliases={})
             payloads.setdefault(kind, []).append(packed)
     whole = {kind: joined for kind, packed in payloads.items() if (joined := shards.join(packed))}
-    return {**whole, **({"step": steps} if steps else {})}
+    marks = {"step": steps, STATELESS: idle}
+    return whole | {kind: by_name for kind, by_name in marks.items() if by_name}
 
 
 def _kinds(files: Sequence[Mapping[str, Tensor]]) -> set[str]:
     found = {key.rpartition("/")[2] for file in files for key in file if key.startswith("optim/")}
-    return found | (
+    return found - {STATELESS} | (
         {MAIN} if any(key.startswith("main/") for file in files for key in file) else set()
     )
 
@@ -73,17 +76,26 @@ def _kinds(files: Sequence[Mapping[str, Tensor]]) -> set[str]:
 def _gathered(
     peers: Sequence[Mapping[str, Tensor]], kind: str, param: str, like: Tensor
 ) -> Tensor | None:
-    """A parameter's moment in its shape; a scalar as it is; None if there is none."""
+    """A parameter's moment in its shape; a scalar as it is; None if it is marked as stateless.
+
+    Raises DPA804 if the ranks hold none of it, or their runs do not make up the parameter.
+    """
     key = f"main/{param}" if kind == MAIN else f"optim/{param}/{kind}"
     holders = [peer for peer in peers if key in peer]
     if not holders:
-        return None
+        if kind != MAIN and any(f"optim/{param}/{STATELESS}" in peer for peer in peers):
+            return None
+        raise lost(param, [kind])
     if f"range/{param}" not in holders[0] or not holders[0][key].ndim:
         return holders[0][key].view(like.shape) if holders[0][key].ndim else holders[0][key]
     flat = torch.zeros(like.numel(), dtype=holders[0][key].dtype)
+    filled = 0
     for peer in holders:
         start, end = (int(x) for x in peer[f"range/{param}"])
         flat[start:end] = peer[key].flatten()
+        filled += end - start
+    if filled != flat.numel():
+        raise lost(param, [f"{kind} ({filled} of {flat.numel()} values)"])
     return flat.view(like.shape)
 
 
@@ -102,14 +114,16 @@ def megatron_state(
     whole: Whole, held: Sequence[Held], model: Mapping[str, Any], seat: Seat, *, masters: bool
 ) -> dict[str, Tensor]:
     """One Megatron rank's state. ``masters`` of a bfloat16 model come from the weights where the
-    checkpoint has none."""
+    checkpoint has none. Raises DPA804 for what :func:`.moments` and :func:`.cut` refuse."""
     state: dict[str, Tensor] = {}
     for one in held:
         state[f"model/{one.key}"] = _filled(whole, WEIGHTS, one, model, seat)
         if one.part is not None and one.part[0] >= one.part[1]:
             continue
-        (first, *_) = _names(one, model, seat)
-        for kind in moments(whole, first):
+        for kind in moments(whole, list(_names(one, model, seat))):
+            if kind == STATELESS:
+                state[f"optim/{one.key}/{kind}"] = torch.empty(0)
+                continue
             moment = _filled(whole, kind, one, model, seat)
             state[f"optim/{one.key}/{kind}"] = _run(moment, one) if moment.ndim else moment
         if masters:
@@ -125,17 +139,25 @@ def _names(one: Held, model: Mapping[str, Any], seat: Seat) -> Iterator[str]:
 
 
 def _filled(whole: Whole, kind: str, one: Held, model: Mapping[str, Any], seat: Seat) -> Tensor:
-    """A tensor like the parameter, filled from the whole tensors it is made of."""
+    """A tensor like the parameter, filled from the whole tensors it is made of.
+
+    Moments of a part that never had a gradient are 0, which is what Megatron counts for it.
+    """
     name = one.key.split("/", 1)[1]
     where: dict[str, Any] = {"first_layer": one.first_layer, "model": model, "seat": seat}
-    parts = [
-        cut(whole, kind, hf, view, spec) for hf, view, spec in pieces(name, one.param, **where)
-    ]
-    if not parts[0].ndim:
-        return parts[0]
-    made = torch.zeros(one.param.shape, dtype=parts[0].dtype)
-    for part, (_, view, _) in zip(parts, pieces(name, made, **where), strict=True):
-        view.copy_(part)
+    idle = {} if kind in (WEIGHTS, MAIN) else whole.get(STATELESS, {})
+    parts = {
+        hf: cut(whole, kind, hf, view, spec)
+        for hf, view, spec in pieces(name, one.param, **where)
+        if hf in whole.get(kind, {}) or hf not in idle
+    }
+    first = next(iter(parts.values()))
+    if not first.ndim:
+        return first
+    made = torch.zeros(one.param.shape, dtype=first.dtype)
+    for hf, view, _ in pieces(name, made, **where):
+        if hf in parts:
+            view.copy_(parts[hf])
     return made
 
 

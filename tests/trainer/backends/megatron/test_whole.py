@@ -11,6 +11,8 @@ from dataproto_audit.trainer.backends.megatron.whole import (
     megatron_state,
     whole_of_megatron,
 )
+from dataproto_audit.trainer.backends.moments import STATELESS, moments_of
+from dataproto_audit.trainer.backends.shards import ShardSpec
 from dataproto_audit.trainer.backends.whole import fsdp_state, whole_of_fsdp
 
 MODEL = {
@@ -102,8 +104,6 @@ def test_a_state_before_the_first_step_has_no_moments():
 
 
 def fsdp_states(whole, ranks):
-    from dataproto_audit.trainer.backends.shards import ShardSpec
-
     out = []
     for rank in range(ranks):
         pieces = {}
@@ -125,6 +125,81 @@ def test_fsdp_ranks_of_any_number_and_megatron_ranks_take_each_others_state():
     for kind, by_name in whole.items():
         for name, value in by_name.items():
             assert torch.equal(from_two[kind][name], value), (kind, name)
+
+
+NORM = "model.norm.weight"
+MEGATRON_NORM = "0/decoder.final_layernorm.weight"
+
+
+def without_state(whole, *names):
+    """``whole`` with weights that never had a gradient, as FSDP ranks mark them."""
+    kept = {
+        kind: {name: value for name, value in by.items() if kind == "model" or name not in names}
+        for kind, by in whole.items()
+    }
+    return {**kept, STATELESS: {name: torch.empty(0) for name in names}}
+
+
+def test_a_weight_that_never_had_a_gradient_goes_on_without_moments_on_either_engine():
+    whole = without_state(made_whole(), NORM)
+    wrote = fsdp_states(whole, 2)
+    assert f"optim/{NORM}/{STATELESS}" in wrote[0]
+    from_fsdp = whole_of_fsdp(wrote, ranks=2)
+    assert list(from_fsdp[STATELESS]) == [NORM]
+    ranks = states(from_fsdp, copies=2, cut=True)
+    for rank in ranks:
+        assert f"optim/{MEGATRON_NORM}/exp_avg" not in rank
+        found = moments_of(rank, [MEGATRON_NORM, "0/output_layer.weight"])
+        assert [sorted(one) for one in found] == [[], ["exp_avg", "exp_avg_sq", "step"]]
+    again = whole_of_megatron(ranks, MODEL)
+    assert list(again[STATELESS]) == [NORM]
+    assert NORM not in again["exp_avg"]
+    assert fsdp_states(again, 2)[0].keys() == wrote[0].keys()
+
+
+def test_the_part_of_a_fused_weight_that_never_had_a_gradient_has_moments_of_0():
+    key = "model.layers.1.self_attn.k_proj.weight"
+    again = whole_of_megatron(states(without_state(made_whole(), key), tp=2), MODEL)
+    assert STATELESS not in again
+    assert torch.equal(again["exp_avg"][key], torch.zeros(12, 8))
+    query = key.replace("k_proj", "q_proj")
+    assert torch.equal(again["exp_avg"][query], made_whole()["exp_avg"][query])
+
+
+@pytest.mark.parametrize("lost", [["exp_avg"], ["exp_avg", "exp_avg_sq", "step"]])
+def test_moments_that_one_parameter_lost_are_refused_and_not_begun_anew(lost):
+    whole = made_whole()
+    for kind in lost:
+        del whole[kind][NORM]
+    message = rf"DPA804 .*lacks the optimizer's {', '.join(lost)} of parameter {NORM}"
+    for take in (lambda: fsdp_states(whole, 2), lambda: states(whole, tp=2)):
+        with pytest.raises(UsageError, match=message):
+            take()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"), [([0], r"exp_avg \(4 of 8 values\)"), ([0, 1], "exp_avg")]
+)
+def test_runs_of_moments_that_do_not_make_up_the_parameter_are_refused(ranks, said):
+    files = states(made_whole(), copies=2, cut=True)
+    for rank in ranks:
+        del files[rank][f"optim/{MEGATRON_NORM}/exp_avg"]
+    with pytest.raises(UsageError, match=f"DPA804 .*optimizer's {said} of parameter 0/decoder"):
+        whole_of_megatron(files, MODEL)
+
+
+def test_weights_of_another_precision_are_refused_and_moments_keep_theirs():
+    whole = made_whole()
+    halved = {name: value.bfloat16() for name, value in whole["model"].items()}
+    mixed = whole | {"model": halved}
+    with pytest.raises(UsageError, match=r"DPA804 .*is bfloat16, the model has float32.*dtype"):
+        states(mixed, tp=2)
+    spec = ShardSpec((8,), "float32")
+    with pytest.raises(UsageError, match=rf"DPA804 .*{NORM} is bfloat16, the model has float32"):
+        fsdp_state(mixed, {NORM: (torch.empty(8), spec)}, [])
+    taken = fsdp_state(mixed, {NORM: (torch.empty(8, dtype=torch.bfloat16), spec)}, [NORM])
+    assert torch.equal(taken[f"model/{NORM}"], halved[NORM])
+    assert taken[f"optim/{NORM}/exp_avg"].dtype == torch.float32
 
 
 def test_another_model_s_checkpoint_is_refused_by_name():
