@@ -1,0 +1,57 @@
+"""The loss of each mini-batch against its recomputation, as far as it can be computed."""
+
+import pytest
+import torch
+
+from dataproto_audit.batch import BatchView
+from dataproto_audit.probes import Settings
+from dataproto_audit.reference.losses import policy_loss
+from dataproto_audit.replay.recompute_update import losses
+
+SETTINGS = Settings(loss_agg_mode="token-mean", clip_ratio_low=0.2, clip_ratio_high=0.2)
+
+
+def tensors(mask=torch.long):
+    torch.manual_seed(1)
+    names = ("update_log_probs", "old_log_probs", "advantages")
+    made = {name: torch.randn(4, 6) for name in names}
+    made["response_mask"] = torch.ones(4, 6, dtype=mask)
+    return {**made, "mini_batch": torch.zeros(4, dtype=torch.long)}
+
+
+def view(made):
+    return BatchView.of({"batch": made, "non_tensor_batch": {}, "meta_info": {}})
+
+
+def compared(made, told):
+    return list(losses(view(made), {"losses": told}, SETTINGS))
+
+
+def test_a_mask_of_floats_is_said_and_nothing_is_compared():
+    [(name, recorded, _, _, missing)] = compared(tensors(torch.float32), [{"total": 1.0}])
+    assert (name, len(recorded), missing) == ("loss", 0, "loss: response_mask is float32")
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [{}, {"loss_mode": "gspo"}, {"loss_mode": "sapo", "gate_temperatures": (2.0, 3.0)}],
+)
+def test_the_policy_loss_is_the_one_that_was_told(mode):
+    made = tensors()
+    names = ("update_log_probs", "old_log_probs", "advantages", "response_mask")
+    terms = policy_loss(
+        *(made[name] for name in names), clip_ratio_low=0.2, clip_ratio_high=0.2,
+        clip_ratio_c=None, **mode,
+    )  # fmt: skip
+    told = {**mode, "total": float(terms["total"])}
+    [(name, recorded, expected, bound, missing)] = compared(made, [told])
+    assert (name, missing) == ("total", "")
+    assert abs(recorded - expected) <= bound
+    [(_, recorded, expected, bound, _)] = compared(made, [{**told, "total": told["total"] + 0.1}])
+    assert abs(recorded - expected) > bound
+
+
+def test_an_unknown_policy_loss_is_said():
+    told = [{"loss_mode": "cispo", "total": 1.0}]
+    [(name, _, _, _, missing)] = compared(tensors(), told)
+    assert (name, missing) == ("loss", "loss: no policy loss is called cispo")
