@@ -19,8 +19,7 @@ class OptimConfig:
     lr: float = 1e-6
     """Learning rate after the warm-up."""
     lr_warmup_steps: int = 0
-    """Updates in which the rate rises linearly to `lr`: from `lr / lr_warmup_steps`, with
-    `lr_decay_style` from `lr_warmup_init`."""
+    """Updates up to `lr`: from `lr / lr_warmup_steps`; with a style, from `lr_warmup_init`."""
     weight_decay: float = 0.0
     """Decoupled weight decay."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])

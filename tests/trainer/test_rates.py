@@ -110,7 +110,7 @@ def test_keys_reach_the_schedule_and_without_a_style_there_is_none():
 @pytest.mark.parametrize(
     "idle",
     [
-        "lr_decay_steps=50", "lr_warmup_init=1e-6", "min_lr=1e-5", "lr_wsd_decay_style=linear",
+        "lr_decay_steps=50", "lr_warmup_init=1e-06", "min_lr=1e-05", "lr_wsd_decay_style=linear",
         "lr_wsd_decay_steps=5", "weight_decay_incr_style=linear", "start_weight_decay=0.0",
     ],
 )  # fmt: skip

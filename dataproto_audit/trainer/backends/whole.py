@@ -1,8 +1,9 @@
 """A checkpoint of any layout put together: whole tensors under Hugging Face names.
 
 ``Whole`` holds them by kind (``model``, the optimizer's ``exp_avg``, ``exp_avg_sq``, ``step``,
-``main``, float32 masters, and ``none``, marks of weights without state) and name. Made from the files of all ranks, and cut again by each rank of
-the new layout; for that time every rank holds the whole model and its moments in host memory.
+``main``, float32 masters, and ``none``, marks of weights without state) and name. Made from the
+files of all ranks, and cut again by each rank of the new layout; for that time every rank holds the
+whole model and its moments in host memory.
 """
 
 from __future__ import annotations
