@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import itertools
 import multiprocessing
 import os
 import random
@@ -264,7 +263,7 @@ def main() -> None:
     for name in PACKAGES:
         killed, lived = by_package[name, True], by_package[name, False]
         print(f"  {name}: {killed} of {killed + lived}")
-    print(f"  {dict(itertools.chain(fates.items()))}")
+    print(f"  {dict(fates)}")
 
 
 if __name__ == "__main__":

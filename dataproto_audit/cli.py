@@ -18,7 +18,7 @@ import typer
 from dataproto_audit import __version__
 from dataproto_audit.codes import CODES, CodedError, InternalError, UsageError
 from dataproto_audit.commands import check, compare_backends, reduce, traces
-from dataproto_audit.commands.output import print_json, printed, say, stop
+from dataproto_audit.commands.output import AsJson, print_json, printed, say, stop
 
 app = typer.Typer(
     name="dataproto-audit",
@@ -28,7 +28,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 INTERRUPTED = 130
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 
 
 def main() -> None:

@@ -10,18 +10,16 @@ import typer
 
 from dataproto_audit.codes import CodedError, UsageError
 from dataproto_audit.commands.output import (
+    AsJson,
     error_document,
     print_json,
     printable,
     say,
-    wants_json,
 )
 
 if TYPE_CHECKING:
     from dataproto_audit.checker.files import Checked
     from dataproto_audit.policy import Policy
-
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -56,7 +54,7 @@ def check(
     wrong, worst = False, 0
     for made in _answers(
         paths or [], stage=stage, before=before, history=history, model=model, config=config,
-        policy=load_policy(policy),
+        policy=load_policy(policy), as_json=as_json,
     ):  # fmt: skip
         if isinstance(made, CodedError):
             worst = max(worst, made.exit_code)
@@ -72,7 +70,13 @@ def check(
 
 
 def _answers(
-    paths: Sequence[Path], *, history: Path | None, config: str | None, policy: Policy, **how: Any
+    paths: Sequence[Path],
+    *,
+    history: Path | None,
+    config: str | None,
+    policy: Policy,
+    as_json: bool,
+    **how: Any,
 ) -> Iterator[Checked | CodedError]:
     """One answer a batch. Of several paths, one that cannot be read does not keep the others from
     theirs: its error is told, once, and handed on. A single one raises."""
@@ -89,7 +93,7 @@ def _answers(
                 raise
             if str(error) not in told:  # what is wrong with a configuration is so for all
                 say(str(error))
-                if wants_json():
+                if as_json:
                     print_json({"path": str(path), **error_document(error)})
             told.add(str(error))
             yield error

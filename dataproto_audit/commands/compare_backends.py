@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from dataproto_audit.codes import UsageError
-from dataproto_audit.commands.output import print_json
+from dataproto_audit.commands.output import AsJson, print_json
 
 if TYPE_CHECKING:
     from dataproto_audit.protocol import DataProto
     from dataproto_audit.trainer.compare.judge import Values
 
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 DEFAULT_LAYOUTS = "fsdp:1,fsdp:2,fsdp:2+packed+fused,fsdp:2+packed+ulysses=2"
 
 

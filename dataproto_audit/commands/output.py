@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from dataproto_audit.codes import CodedError
+
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 
 printed: list[None] = []
 """One entry for each document on stdout, so that an error is not a second one of one command."""

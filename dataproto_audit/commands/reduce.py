@@ -11,9 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from dataproto_audit.codes import UsageError
-from dataproto_audit.commands.output import print_json
+from dataproto_audit.commands.output import AsJson, print_json
 
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 Source = Annotated[Path, typer.Argument(help="A trace, a run folder, or a saved batch.")]
 Code = Annotated[str | None, typer.Option(help="Finding to keep; default: the first loud one.")]
 Stage = Annotated[str | None, typer.Option(help="Stage of the finding.")]

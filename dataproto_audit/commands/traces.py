@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dataproto_audit.codes import CodedError, UsageError
-from dataproto_audit.commands.output import error_document, print_json, printable, say
+from dataproto_audit.commands.output import AsJson, error_document, print_json, printable, say
 from dataproto_audit.commands.reduce import named_function
 
 if TYPE_CHECKING:
     from dataproto_audit.replay.answers import Work
 
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 Model = Annotated[str | None, typer.Option("--model", help="Policy of the step, a model folder.")]
 RefModel = Annotated[str | None, typer.Option("--ref-model", help="Reference, a model folder.")]
 Sample = Annotated[int | None, typer.Option(help="Rows that the models score; default: all.")]

@@ -1,4 +1,4 @@
-"""Names of the files in a run folder."""
+"""Names of the files in a run folder, and what their readers and writers must agree on."""
 
 TABLES_DIR = "tables"
 SUMMARY = "summary.json"
@@ -6,3 +6,6 @@ SUMMARY = "summary.json"
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 OWN_FILES = (SUMMARY, CONFIG, ENVIRONMENT)
+
+MEAN_OVER = 3
+"""First and last steps that ``reward_first`` and ``reward_last`` of the summary are means of."""

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dataproto_audit.codes import CODES
+from dataproto_audit.dump.layout import MEAN_OVER
 from dataproto_audit.dump.run import Run
 from dataproto_audit.findings import OUTCOME_KINDS, SEVERITIES
 from dataproto_audit.render.summary import SEVERITY_STYLE, render_finding
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 TIMING_PREFIX = "timing_s/"
 SHOWN_FINDINGS = 3
 SHOWN_ROWS = 5
-ENDS = 3
-"""First and last steps that are averaged, as for ``reward_first`` of the summary."""
 _GAPS = ("rollout_old_gap_max", "old_ref_gap_max")
 
 
@@ -61,8 +60,10 @@ def _reward(run: Run) -> Iterable[RenderableType]:
         curve = run.metric(name)
         if len(curve):
             values = [float(v) for v in curve]
-            first, last = (sum(part) / len(part) for part in (values[:ENDS], values[-ENDS:]))
-            steps = min(ENDS, len(values))
+            first, last = (
+                sum(part) / len(part) for part in (values[:MEAN_OVER], values[-MEAN_OVER:])
+            )
+            steps = min(MEAN_OVER, len(values))
             over = f", means of {steps} steps" if steps > 1 else ""
             yield _title(f"Reward ({name}{over}): {number(first)} -> {number(last)}")
             yield Text(sparkline(values, width=60))

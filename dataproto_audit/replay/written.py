@@ -67,12 +67,9 @@ def make_folder(folder: Path) -> None:
     """Make an empty folder; raises :class:`UsageError` where it is none."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        taken = next(folder.iterdir(), None)
     except OSError as error:
-        raise RunError(
-            "DPA802", f"{folder} cannot be made: {error.strerror}.", "Name another folder."
-        ) from error
-    _refuse(folder, taken)
+        raise _unmade(folder, error) from error
+    refuse_taken(folder)
 
 
 def refuse_taken(folder: Path) -> None:
@@ -83,23 +80,21 @@ def refuse_taken(folder: Path) -> None:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         taken = next(folder.iterdir(), None) if folder.exists() else None
     except OSError as error:
-        raise RunError(
-            "DPA802", f"{folder} cannot be made: {error.strerror}.", "Name another folder."
-        ) from error
-    _refuse(folder, taken)
+        raise _unmade(folder, error) from error
+    if taken is not None:
+        raise UsageError(
+            "DPA851", f"{folder} is not empty: it holds {taken.name}.", "Name a new folder."
+        )
+
+
+def _unmade(folder: Path, error: OSError) -> RunError:
+    return RunError("DPA802", f"{folder} cannot be made: {error.strerror}.", "Name another folder.")
 
 
 def refuse_no_parent(target: Path) -> None:
     """Raise :class:`UsageError` where the folder that a file is to be in is not there."""
     if not target.absolute().parent.is_dir():
         raise UsageError("DPA851", f"there is no folder {target.parent}.", "Make it first.")
-
-
-def _refuse(folder: Path, taken: Path | None) -> None:
-    if taken is not None:
-        raise UsageError(
-            "DPA851", f"{folder} is not empty: it holds {taken.name}.", "Name a new folder."
-        )
 
 
 def write_recording(recording: Recording, folder: Path) -> None:

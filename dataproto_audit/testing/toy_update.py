@@ -27,7 +27,7 @@ class Plan:
     limit: int | None = None
     packed: bool = False
     """Micro-batches run as one sequence each, and ranks note where positions begin anew and how
-    many tokens the last one of each row sees."""
+    many tokens of each row attend to each other."""
 
     @property
     def chunk(self) -> int:

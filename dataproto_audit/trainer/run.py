@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dataproto_audit.auditor import Auditor
 from dataproto_audit.codes import RunError
+from dataproto_audit.dump.layout import MEAN_OVER
 from dataproto_audit.dump.run_folder import RunFolder
 from dataproto_audit.dump.trace import TRACE_DIR, TraceWriter
 from dataproto_audit.findings import OUTCOME_KINDS, SEVERITIES, AuditError
@@ -42,9 +43,6 @@ from dataproto_audit.trainer.workers.group import WorkerGroup
 from dataproto_audit.trainer.workers.spec import worker_spec
 
 log = logging.getLogger("dataproto_audit")
-
-MEAN_OVER = 3
-"""First and last steps that ``reward_first`` and ``reward_last`` are means of."""
 
 
 @dataclass

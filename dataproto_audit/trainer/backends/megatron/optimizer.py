@@ -77,7 +77,8 @@ class Optimizer:
                 config, list(chunks), config_overrides={}, use_gloo_process_groups=False
             )
         self._clip = spec.grad_clip
-        self._separate: bool = dtype != torch.float32
+        self.separate: bool = dtype != torch.float32
+        """Whether float32 masters are kept beside the weights."""
 
     @property
     def _members(self) -> list[Any]:
@@ -156,7 +157,7 @@ class Optimizer:
                     out[f"optim/{one.name}/{key}"] = value
             if not kept and any(states):  # taken over from FSDP, and not stepped on yet
                 out[f"optim/{one.name}/{STATELESS}"] = torch.empty(0)
-            if self._separate:
+            if self.separate:
                 out[f"main/{one.name}"] = one.main.detach()
             if one.part is not None:
                 out[f"range/{one.name}"] = torch.tensor(one.part)
@@ -173,7 +174,7 @@ class Optimizer:
         for member in self._members:
             mine = [(one, kept) for one, kept in zip(owned, found, strict=True)
                     if one.member is member]  # fmt: skip
-            for one, _ in mine if self._separate else ():
+            for one, _ in mine if self.separate else ():
                 master = state.get(f"main/{one.name}")
                 if master is None or master.shape != one.main.shape:
                     raise UsageError(
@@ -187,8 +188,3 @@ class Optimizer:
             per_param = {position: kept for position, (_, kept) in enumerate(mine) if kept}
             groups = member.optimizer.state_dict()["param_groups"]
             member.optimizer.load_state_dict({"state": per_param, "param_groups": groups})
-
-    @property
-    def separate(self) -> bool:
-        """Whether float32 masters are kept beside the weights."""
-        return self._separate

@@ -18,7 +18,7 @@ def test_a_parameter_that_was_taken_over_without_state_is_marked(stepped):
     kept = {a: {"exp_avg": torch.ones(2)}} if stepped else {}
     member = SimpleNamespace(optimizer=SimpleNamespace(state=kept))
     optimizer = Optimizer.__new__(Optimizer)
-    optimizer._separate = False
+    optimizer.separate = False
     optimizer.owned = lambda: iter([Owned("0/a", member, a, None), Owned("0/b", member, b, None)])
     state = optimizer.state()
     assert (f"optim/0/b/{STATELESS}" in state) is stepped
