@@ -82,9 +82,11 @@ def train(
 ) -> None:
     """Run the audited loop: GRPO with every stage boundary checked and written down."""
     from dataproto_audit.trainer.config import load_config
+    from dataproto_audit.trainer.validate import validate
 
     listed = [*(overrides or ()), *(["trainer.overwrite=true"] if overwrite else [])]
     loaded = load_config(config, listed)
+    validate(loaded)  # before the imports that a run needs, which take longer than this
     callbacks = _injected(loaded.audit.inject, last_step=loaded.trainer.total_training_steps)
     if dry_run:
         from dataproto_audit.trainer.run import plan

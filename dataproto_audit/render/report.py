@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dataproto_audit.codes import CODES
+from dataproto_audit.contracts.stages import STAGES
 from dataproto_audit.dump.layout import MEAN_OVER
 from dataproto_audit.dump.run import Run
 from dataproto_audit.findings import OUTCOME_KINDS, SEVERITIES
@@ -76,7 +77,9 @@ def _outcomes(run: Run) -> Iterable[RenderableType]:
         return
     counted = outcomes.groupby(["stage", "kind"], sort=False).size().unstack(fill_value=0)
     table = _table("stage", *OUTCOME_KINDS)
-    for stage, row in counted.iterrows():
+    order = {stage: at for at, stage in enumerate(STAGES)}  # the first sync comes before step 1
+    stages = sorted(counted.index, key=lambda stage: order.get(stage, len(order)))
+    for stage, row in counted.loc[stages].iterrows():
         table.add_row(Text(visible(stage)), *(str(row.get(kind, 0)) for kind in OUTCOME_KINDS))
     total = outcomes["kind"].value_counts()
     table.add_row("all", *(str(total.get(kind, 0)) for kind in OUTCOME_KINDS), style="bold")

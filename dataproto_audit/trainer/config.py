@@ -139,12 +139,24 @@ def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
 
 
 def _refuse_unknown(part: DictConfig, known: list[str], origin: str) -> None:
-    for key in _keys(part):
+    keys = list(_keys(part))
+    for key in keys:
         if key in known or key.startswith("data.generator_args."):
             continue
-        near = difflib.get_close_matches(key, known, 1, 0.5)
-        if not near:
-            last = {k.rsplit(".", 1)[-1]: k for k in known}
-            near = [last[k] for k in difflib.get_close_matches(key.rsplit(".", 1)[-1], last, 1)]
-        hint = f"Did you mean {near[0]}?" if near else "See docs/configuration.md."
+        if any(other.startswith(f"{key}.") for other in keys):
+            continue  # what is below it is unknown too, and says more
+        near = " or ".join(_nearest(key, known))
+        hint = f"Did you mean {near}?" if near else "See docs/configuration.md."
         raise UsageError("DPA850", f"unknown configuration key {key} in {origin}.", hint)
+
+
+def _nearest(key: str, known: Sequence[str], most: int = 3) -> list[str]:
+    """What was meant: keys that end in ``key``, else the nearest one, else by its last part."""
+    ends = [k for k in known if k.endswith(f".{key}")]
+    if ends:
+        return ends[:most]
+    near = difflib.get_close_matches(key, known, 1, 0.5)
+    if near:
+        return near
+    last = {k.rsplit(".", 1)[-1]: k for k in known}
+    return [last[k] for k in difflib.get_close_matches(key.rsplit(".", 1)[-1], last, 1)]

@@ -56,6 +56,20 @@ def run_path(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_outcomes_come_in_the_order_of_the_loop(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path, config="") as run:
+        run.tables.append_rows("outcomes", [
+            (stage, "after", "masks", "DPA205", "passed", "")
+            for stage in ("sync_weights", "end of step", "update_actor", "prompts", "rollout")
+        ])  # fmt: skip
+        run.tables.flush_step(1)
+        run.finish({})
+    text = _report(tmp_path)
+    assert [line.split("  ")[0] for line in text.split("\nstage")[1].splitlines()[1:6]] == [
+        "prompts", "rollout", "update_actor", "sync_weights", "end of step",
+    ]  # fmt: skip
+
+
 def test_the_report_has_every_section(run_path: Path) -> None:
     text = _report(run_path)
     lines = {" ".join(line.split()) for line in text.splitlines()}

@@ -37,6 +37,8 @@ def test_generator_arguments_are_free():
         ("trainer.total_steps=3", "trainer.total_training_steps"),
         ("audit.levl=off", "audit.level"),
         ("actor_rollout_ref.actor.optim.learning_rate=1", "actor_rollout_ref.actor.optim"),
+        ("rollout.n=4", "actor_rollout_ref.rollout.n?"),
+        ("lr=1", "actor_rollout_ref.actor.optim.lr or "),
     ],
 )
 def test_an_unknown_key_names_the_nearest(override, near):
