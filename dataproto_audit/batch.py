@@ -88,7 +88,7 @@ class BatchView:
         self.whole: BatchView = self
         """The batch as it is now, where this view shows how it was at an earlier stage."""
         self._numpy: dict[str, Array] = {}
-        self._hashes: dict[str, Hashes] = {}
+        self.hashes: dict[str, Hashes] = {}
 
     @classmethod
     def of(cls, batch: Any) -> BatchView:
@@ -152,7 +152,7 @@ class BatchView:
         part.__dict__.update(sizes)  # where cached_property keeps them
         part.whole = self
         part._numpy = self._numpy
-        part._hashes = self._hashes
+        part.hashes = self.hashes
         return part
 
     def under(self, aliases: Mapping[str, tuple[str, int]]) -> BatchView:
@@ -281,19 +281,19 @@ class BatchView:
 
     def row_hashes(self, name: str) -> Hashes:
         """Fingerprint of each row of a tensor field (one that has an axis of rows)."""
-        if name not in self._hashes:
+        if name not in self.hashes:
             self.hash_rows([name])
-        return self._hashes[name]
+        return self.hashes[name]
 
     def hash_rows(self, names: Iterable[str]) -> None:
         """Take the fingerprints of all these fields at once, which is cheaper than one by one."""
-        news = [name for name in names if name not in self._hashes]
+        news = [name for name in names if name not in self.hashes]
         arrays = [np.atleast_1d(self.numpy(name)) for name in news]
-        self._hashes.update(zip(news, row_hashes(arrays), strict=True))
+        self.hashes.update(zip(news, row_hashes(arrays), strict=True))
 
     def take_over(self, name: str, previous: BatchView) -> None:
         """Take over what ``previous`` computed of a tensor that is known to be unchanged."""
-        self._hashes[name] = previous._hashes[name]
+        self.hashes[name] = previous.hashes[name]
         if name in previous._numpy:
             self._numpy[name] = previous._numpy[name]
 

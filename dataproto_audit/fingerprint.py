@@ -101,6 +101,8 @@ def row_keys(
         total = sum(parts[1:], parts[0])
         marks = total.astype(">u8").tobytes().hex("/", 8).split("/")
         names = [f"{name}/{mark}" for name, mark in zip(names, marks, strict=True)]
+    if len(set(names)) == len(names):
+        return tuple([f"{name}/0" for name in names])
     seen: dict[str, int] = {}
     keys = []
     for name in names:

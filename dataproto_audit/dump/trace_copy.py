@@ -19,6 +19,8 @@ def copied(value: Any, *, numbers: bool = True, _made: dict[int, Any] | None = N
     kind = type(value)
     if kind in _PLAIN:
         return value
+    if kind is dict and _PLAIN.issuperset(map(type, value.values())):
+        return value.copy()  # most of what is told: numbers by name
     made = {} if _made is None else _made
     if id(value) in made:
         return made[id(value)]
@@ -33,7 +35,10 @@ def copied(value: Any, *, numbers: bool = True, _made: dict[int, Any] | None = N
     if kind is dict:
         into: dict[Any, Any] = {}
         made[id(value)] = into
-        into.update({k: copied(v, numbers=numbers, _made=made) for k, v in value.items()})
+        into.update({
+            k: v if type(v) in _PLAIN else copied(v, numbers=numbers, _made=made)
+            for k, v in value.items()
+        })  # fmt: skip
         return into
     if kind is list:
         items: list[Any] = []

@@ -28,7 +28,10 @@ from dataproto_audit.storage import flat_parts, host_copy
 
 _LENGTH = np.uint64(0x9E3779B97F4A7C15)
 _PLAIN = frozenset({str, int, bool, float})
-RowKeys = Sequence[str] | Callable[[], Sequence[str]] | None
+Later = Callable[[], Sequence[str]]
+"""What gives the row keys when they are written."""
+RowKeys = Sequence[str] | Callable[[], Sequence[str] | Later] | None
+"""Row keys, or what is asked for them, or for a :data:`Later`, at a boundary with new ones."""
 
 
 @dataclass
@@ -49,7 +52,7 @@ class Snapshot:
     tensors: dict[str, Tensor]
     columns: dict[str, NDArray[Any]]
     order: NDArray[np.int64] | None
-    row_keys: Callable[[], Sequence[str]] | None
+    row_keys: Later | None
     keys_at: str
     meta: Mapping[str, Any]
     evidence: Mapping[str, Any]
@@ -74,7 +77,13 @@ class _Known:
     hashes: Hashes | None = None
     objects: NDArray[Any] | None = None
     taken: Hashes | None = None
-    """The view's own fingerprints: an unchanged tensor has this very array again."""
+    """The view's own fingerprints: a tensor that was not written has this very array again."""
+    memory: bytes = b""
+    """That of ``objects``, which keep what it points to alive."""
+
+    def holds(self, array: NDArray[Any]) -> bool:
+        """True for an array of the very same objects, or bits, in the same form."""
+        return self.form == (array.dtype, array.shape) and self.memory == array.tobytes()
 
 
 class StepDelta:
@@ -114,6 +123,10 @@ class StepDelta:
         )  # fmt: skip
         opaque = []
         for field_name, tensor in view.tensors.items():
+            before = self._known.get(field_name)
+            if before is not None and before.taken is view.hashes.get(field_name) is not None:
+                made.fields.append(before.stored)  # not written since
+                continue
             if dtype_name(tensor.dtype) not in STORABLE or not tensor.dim():
                 opaque.append(f"{field_name}: {tensor.dtype} of {tensor.dim()} axes")
                 continue
@@ -123,6 +136,10 @@ class StepDelta:
                 made.order = order
             self._known[field_name] = known
         for field_name, array in view.arrays.items():
+            before = self._known.get(field_name)
+            if before is not None and before.holds(array):
+                made.fields.append(before.stored)
+                continue
             if not is_storable(array.dtype):
                 opaque.append(f"{field_name}: {array.dtype}")
                 continue
@@ -143,7 +160,7 @@ class StepDelta:
 
     def _rows(
         self, view: BatchView, name: str, given: RowKeys
-    ) -> tuple[NDArray[np.int64] | None, Callable[[], Sequence[str]] | None]:
+    ) -> tuple[NDArray[np.int64] | None, Later | None]:
         """Where rows came from if they moved, and what gives their keys if those are new.
 
         Keys are made when they are written: nothing but fingerprints is compared here.
@@ -159,11 +176,10 @@ class StepDelta:
         if known and (marks is before or np.array_equal(marks, before)):
             return None, None
         self._marks, self._addresses, self._alive, self._keys_at = marks, addresses, uids, name
-        if given is None:
-            given = own_keys(view, self._prompts)
-        elif not callable(given):
-            given = partial(tuple, given)
-        return _moved(before, marks), given
+        asked = given() if callable(given) else given
+        if asked is None:
+            asked = own_keys(view, self._prompts)
+        return _moved(before, marks), asked if callable(asked) else partial(tuple, asked)
 
     # -- fields ------------------------------------------------------------------------------------
 
@@ -178,8 +194,6 @@ class StepDelta:
         taken = hashes = view.row_hashes(name)
         jagged, before = bool(tensor.is_nested), self._known.get(name)
         form = (tensor.dtype, jagged, None if jagged else tuple(tensor.shape[1:]))
-        if before is not None and before.taken is taken and before.form == form:
-            return before, False
         printed = int(hashes.sum(dtype=np.uint64))
         if jagged:  # padded to the same width, rows of other lengths may look alike
             hashes = hashes + view.lengths(name).astype(np.uint64) * _LENGTH
@@ -205,21 +219,21 @@ class StepDelta:
     def _array(
         self, name: str, array: NDArray[Any], order: NDArray[np.int64] | None, made: Snapshot
     ) -> tuple[_Known, bool]:
-        form, known = (array.dtype, array.shape), self._known.get(name)
+        form, known, kept = (array.dtype, array.shape), self._known.get(name), array.copy()
+        stored, moved = None, False
         if known is not None and known.objects is not None and known.form == form:
-            if _identical(known.objects, array):
-                return _Known(known.stored, form, objects=known.objects), False
             fits = order is not None and len(array) == len(order)
-            if fits and _identical(known.objects[order], array):
+            if _alike(known.objects, array):
+                stored = known.stored
+            elif fits and _identical(known.objects[order], array):
                 orders = (*known.stored.orders, made.name)
-                return _Known(
-                    replace(known.stored, orders=orders), form, objects=array.copy()
-                ), True
-        stored = Stored(
-            name, "objects", array.dtype.str, tuple(array.shape), "", made.name, name
-        )  # fmt: skip
-        made.columns[name] = kept = array.copy()
-        return _Known(stored, form, objects=kept), False
+                stored, moved = replace(known.stored, orders=orders), True
+        if stored is None:
+            stored = Stored(
+                name, "objects", array.dtype.str, tuple(array.shape), "", made.name, name
+            )  # fmt: skip
+            made.columns[name] = kept
+        return _Known(stored, form, objects=kept, memory=kept.tobytes()), moved
 
 
 def row_marks(view: BatchView) -> Hashes:
@@ -265,8 +279,11 @@ def _same(
 
 def _identical(old: NDArray[Any], new: NDArray[Any]) -> bool:
     """The same objects, or equal plain ones, in the same order."""
-    if old.tobytes() == new.tobytes() and old.shape == new.shape:
-        return True
+    return (old.shape == new.shape and old.tobytes() == new.tobytes()) or _alike(old, new)
+
+
+def _alike(old: NDArray[Any], new: NDArray[Any]) -> bool:
+    """Equal plain objects, or the same ones, in the same order."""
     if old.dtype != object or old.ndim != 1:
         return bool(old.shape == new.shape and old.dtype.kind in "iufbU" and (old == new).all())
     olds, news = old.tolist(), new.tolist()
@@ -279,7 +296,7 @@ def _identical(old: NDArray[Any], new: NDArray[Any]) -> bool:
     )
 
 
-def own_keys(view: BatchView, prompts: Sequence[Any] = ()) -> Callable[[], tuple[str, ...]]:
+def own_keys(view: BatchView, prompts: Sequence[Any] = ()) -> Later:
     """What gives the row keys of a batch: uid, fingerprint of prompt and response, occurrence.
 
     ``prompts`` are the uids of the prompts, for a batch that does not carry its own yet. Tensors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from dataproto_audit.contracts.rows import RowState
@@ -75,16 +76,16 @@ class StepRecorder:
     ) -> None:
         """Record the batch, with what is known beside it and what the checks said.
 
-        ``keys_of`` is what gives the keys later, by the thread that writes: it must not keep the
-        tensors of the batch alive.
+        ``keys_of`` is asked where the rows are new for what gives their keys later, by the thread
+        that writes: that must not keep the tensors of the batch alive.
         """
         if self.traces is None:
             return
-        state = crossing.state
+        view = crossing.state.view
         self.traces.at_step(context.step)
         self.traces.write_boundary(
-            stage.name, state.view, when=context.when, row_keys=keys_of(state),
-            evidence={k: v for k, v in context.evidence.items() if k not in state.view.meta},
+            stage.name, view, when=context.when, row_keys=partial(keys_of, crossing.state),
+            evidence={k: v for k, v in context.evidence.items() if k not in view.meta},
             report=report,
         )  # fmt: skip
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from dataproto_audit.atomic import TMP_SUFFIX
+from dataproto_audit.auditor import Auditor
 from dataproto_audit.batch import BatchView
 from dataproto_audit.codes import RunError, UsageError
 from dataproto_audit.dump import trace_disk, trace_write
@@ -99,6 +100,35 @@ def test_only_what_is_new_is_written(tmp_path: Path) -> None:
     assert after is not None
     assert after.fields["returns"].key == "advantages"  # the same values are stored once
     assert after.fields["token_level_rewards"].key == "token_level_scores"
+
+
+@pytest.mark.parametrize("name", ["plain", "tools", "images"])
+def test_what_an_auditor_hands_on_reads_back(name: str, tmp_path: Path) -> None:
+    options = replace(BASES[name], prompts=4, n=2)
+    given = []
+    with TraceWriter(tmp_path, retention="all") as writer:
+        auditor = Auditor(options.settings(), trace=writer)
+        auditor.begin_step(options.step)
+        for b in boundaries(options):
+            auditor.boundary(b.stage, b.batch, when=b.when, evidence=b.evidence)
+            given.append({n: t.clone() for n, t in BatchView.of(b.batch).tensors.items()})
+        auditor.end_step()
+    for tensors, read in zip(given, Trace(tmp_path).step(options.step).boundaries, strict=True):
+        assert [n for n in tensors if not same(read.view().tensors[n], tensors[n])] == []
+
+
+def test_equal_values_of_another_kind_are_new(tmp_path: Path) -> None:
+    made = batch(values=torch.ones(4, 3, dtype=torch.int64))
+    with TraceWriter(tmp_path, retention="all") as writer:
+        auditor = Auditor(level="shape", on_fail="record", trace=writer)
+        auditor.begin_step(1)
+        auditor.boundary("values", made)
+        made.batch["values"] = made.batch["values"].int()
+        auditor.boundary("update_critic", made, when="before")
+        auditor.end_step()
+    first, second = Trace(tmp_path).step(1).boundaries
+    assert first.tensor("values").dtype == torch.int64
+    assert second.tensor("values").dtype == torch.int32
 
 
 def test_a_copy_is_taken_at_once(tmp_path: Path) -> None:
