@@ -21,18 +21,22 @@ CHUNK_ELEMENTS = 1 << 24
 
 
 def plain_scores(
-    logits_NV: Tensor, labels_N: Tensor, *, temperature: float, entropy: bool
+    logits: Tensor, labels: Tensor, *, temperature: float, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each label under ``softmax(logits / temperature)``, and that distribution's
-    entropy (nats) if asked for; float32[N], through autograd's own operations."""
-    logits_NV = logits_NV.float()
+    entropy (nats) if asked for; float32, through autograd's own operations.
+
+    ``logits`` has one axis more than ``labels``, the vocabulary, behind the others.
+    """
+    logits = logits.float()
     if temperature != 1.0:
-        logits_NV = logits_NV / temperature
+        logits = logits / temperature
     if not entropy:
-        return -F.cross_entropy(logits_NV, labels_N, reduction="none"), None
-    log_p = logits_NV.log_softmax(-1)
-    chosen_N = log_p.gather(-1, labels_N[:, None]).sum(-1)  # one column; FSDP warns of views
-    return chosen_N, _entropy(log_p)
+        nll_N = F.cross_entropy(logits.flatten(0, -2), labels.reshape(-1), reduction="none")
+        return -nll_N.view(labels.shape), None
+    log_p = logits.log_softmax(-1)
+    chosen = log_p.gather(-1, labels[..., None]).sum(-1)  # one column; FSDP warns of views
+    return chosen, _entropy(log_p)
 
 
 def _entropy(log_p: Tensor) -> Tensor:

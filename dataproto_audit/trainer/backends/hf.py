@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dataproto_audit.codes import UsageError
 from dataproto_audit.trainer.backends.base import MicroBatch, ModelSpec, TokenOutputs
+from dataproto_audit.trainer.backends.fused import plain_scores
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -117,17 +117,11 @@ def token_outputs(
 
     Both are 0 where the response is not attended, and nothing flows back from there.
     """
-    logits = logits.float()
-    if temperature != 1.0:
-        logits = logits / temperature
     attended_BR = micro.response_attention_BR
-    labels_BR = micro.responses_BR
-    if not entropy:
-        nll = F.cross_entropy(logits.flatten(0, 1), labels_BR.reshape(-1), reduction="none")
-        return TokenOutputs(torch.where(attended_BR, -nll.view(labels_BR.shape), 0.0))
-    log_p = logits.log_softmax(-1)
-    chosen_BR = log_p.gather(-1, labels_BR[..., None]).squeeze(-1)
-    entropy_BR = -(log_p.exp() * log_p).sum(-1)
-    return TokenOutputs(
-        torch.where(attended_BR, chosen_BR, 0.0), torch.where(attended_BR, entropy_BR, 0.0)
+    chosen_BR, entropy_BR = plain_scores(
+        logits, micro.responses_BR, temperature=temperature, entropy=entropy
     )
+    log_probs_BR = torch.where(attended_BR, chosen_BR, 0.0)
+    if entropy_BR is None:
+        return TokenOutputs(log_probs_BR)
+    return TokenOutputs(log_probs_BR, torch.where(attended_BR, entropy_BR, 0.0))

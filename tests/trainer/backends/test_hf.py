@@ -42,6 +42,15 @@ def test_a_uniform_distribution_has_the_entropy_of_its_size():
     torch.testing.assert_close(out.log_probs_BR[1], -expected.expand(4))
 
 
+def test_a_large_vocabulary_costs_no_accuracy():
+    generator = torch.Generator().manual_seed(1)
+    logits = 0.1 * torch.randn(2, 4, 50_048, generator=generator)
+    out = hf.token_outputs(logits, micro(), temperature=1.0, entropy=True)
+    log_p = logits[1].double().log_softmax(-1)
+    exact = -(log_p.exp() * log_p).sum(-1)
+    torch.testing.assert_close(out.entropy_BR[1].double(), exact, atol=4e-6, rtol=0)
+
+
 def test_wrong_folders_and_dtypes_are_refused(tmp_path, tiny_model):
     with pytest.raises(UsageError, match=r"DPA852 .*config.json"):
         hf.build_model(ModelSpec(str(tmp_path)))
