@@ -45,7 +45,7 @@ FULL_FIELDS = ("input_ids", "attention_mask", "position_ids")
 RESPONSE_FIELDS = (
     "responses", "response_mask", "loss_mask", "tool_mask", "rollout_log_probs", "old_log_probs",
     "ref_log_prob", "token_level_scores", "token_level_rewards", "rm_scores", "values",
-    "advantages", "returns", "entropys", "update_log_probs", "update_entropys",
+    "advantages", "returns", "entropys", "update_log_probs", "update_entropys", "update_values",
 )  # fmt: skip
 """Fields with a response axis. Together they decide its width, so no broken one does alone."""
 BLOCK_BYTES = 1 << 20

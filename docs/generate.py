@@ -98,21 +98,22 @@ def configuration_page() -> str:
         "run that it cannot go on with. A run that is refused leaves its folder as it was.",
         "",
     ]
-    _section(Config, "", lines)
+    _section(Config(), "", lines)
     return "\n".join(lines) + "\n"
 
 
 def _section(section: Any, prefix: str, lines: list[str]) -> None:
     rows: list[str] = []
     nested = []
-    meanings = _meanings(section)
+    meanings = _meanings(type(section))
     for field in dataclasses.fields(section):
         value = OmegaConf.structured(section)
         missing = OmegaConf.is_missing(value, field.name) or field.default == MISSING
         inner = None if missing else getattr(value, field.name)
         kind = OmegaConf.get_type(inner) if inner is not None else None
         if dataclasses.is_dataclass(kind):
-            nested.append((kind, f"{prefix}.{field.name}" if prefix else field.name))
+            inner = getattr(section, field.name)  # a role may have defaults of its own
+            nested.append((inner, f"{prefix}.{field.name}" if prefix else field.name))
             continue
         shown = "required" if missing else f"`{_plain(inner)}`"
         kinds = str(field.type).replace("|", "or")
@@ -122,8 +123,8 @@ def _section(section: Any, prefix: str, lines: list[str]) -> None:
     if rows:
         lines += [f"## {prefix}", "", " ".join((section.__doc__ or "").split()), ""]
         lines += ["| key | meaning | type | default | takes |", f"{'| --- ' * 5}|", *rows, ""]
-    for kind, name in nested:
-        _section(kind, name, lines)
+    for inner, name in nested:
+        _section(inner, name, lines)
 
 
 def _meanings(section: type) -> dict[str, str]:

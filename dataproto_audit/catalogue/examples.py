@@ -76,6 +76,8 @@ EXAMPLES: dict[str, str] = {
     "DPA502": "two micro-batches of 4 and 9 tokens, averaged with equal weight",
     "DPA503": "24 tokens in the denominator, 20 in the mask",
     "DPA504": "kl_loss 0.01 in every mini-batch, and actor/kl_loss -0.03",
+    "DPA505": "stored values 0.2 0.4 0.7, and 0.1 0.2 0.4 in the first mini-batch",
+    "DPA506": "vf_loss 0.31, and 0.155 from all rows at once",
     "DPA601": "actor/pg_loss nan",
     "DPA602": "actor/ppo_kl 0.002 for 50 steps, then 0.9",
     "DPA603": "actor/grad_norm 0.4 for 50 steps, then 80",

@@ -21,6 +21,15 @@ ENTRIES: tuple[Entry, ...] = (
      "The metric actor/kl_loss lies outside the KL terms of the mini-batches, or is negative where"
      " the configured estimator cannot be.",
      ("wrong_kl_estimator", "wrong_sign"), "Log the value that the loss was computed from."),
+    ("DPA505", "the critic's values moved before its first step",
+     "In the first mini-batch of its update the critic still gives the values that were stored.",
+     ("shift", "row_permutation", "dropout_on", "precision"),
+     "Compare the two passes: column t is the value before responses[:, t]."),
+    ("DPA506", "the value loss differs from the unsplit recomputation",
+     "The clipped value loss of a mini-batch, recomputed in float64 over all of its rows, and the"
+     " count that it was divided by.",
+     ("loss_depends_on_split", "wrong_normaliser", "wrong_clip"),
+     "Divide by the mini-batch's global count, and clip around the stored values."),
     ("DPA601", "a metric is not finite",
      "Loss, KL, entropy and gradient norm are finite numbers.",
      ("non_finite", "bad_row"), "Look at this step's rows with the largest gaps."),

@@ -125,6 +125,18 @@ declare(
 )
 declare("update_entropys", PerToken, "update_actor", "entropies of the same forward pass")
 declare("mini_batch", Integer[Tensor, "rows"], "update_actor", "mini-batch the row was trained in")
+declare(
+    "update_values",
+    PerToken,
+    "update_critic",
+    "values just before the optimizer step of the row's mini-batch",
+)
+declare(
+    "value_mini_batch",
+    Integer[Tensor, "rows"],
+    "update_critic",
+    "mini-batch the critic was trained on the row in",
+)
 # -- meta ------------------------------------------------------------------------------------------
 declare("temperature", None, "prompts", "sampling temperature of the run", kind="meta")
 declare("sampling", None, "rollout", "settings the engine really sampled with", kind="meta")

@@ -157,13 +157,14 @@ class Advantage(Stage):
 
 
 class UpdateCritic(Stage):
-    """Mini-batch steps on the critic."""
+    """Mini-batch steps on the critic. What it adds is the evidence of those steps."""
 
     name = "update_critic"
     reads = (
         "responses", "response_mask", "input_ids", "attention_mask", "position_ids",
         "values", "returns",
     )  # fmt: skip
+    may_add = ("update_values", "value_mini_batch", "losses", "ranks")
 
 
 class UpdateActor(Stage):

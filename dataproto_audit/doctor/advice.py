@@ -46,12 +46,11 @@ def advice(p: Planned) -> Iterator[Advice]:
             f"computes reference log-probs; with {ACTOR}.kl_loss_coef=0 the loss stays the same",
             needing("ref_log_prob"),
         )
-    if not p.v1:
-        yield Advice(
-            "DATAPROTO_AUDIT_WORKERS=1",
-            "looks into the workers: micro-batches, limits, the loss recomputed",
-            tuple(sorted({*needing("evidence.ranks"), *needing("evidence.losses")})),
-        )
+    yield Advice(
+        "DATAPROTO_AUDIT_WORKERS=1",
+        "looks into the workers: micro-batches, limits, the loss recomputed",
+        tuple(sorted({*needing("evidence.ranks"), *needing("evidence.losses")})),
+    )
     if several_turns(p):
         yield Advice(
             "tool_ids", "names the ids that only tools write (a setting of check, not of verl)",

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from dataproto_audit.doctor.arithmetic import cut_of
 from dataproto_audit.doctor.planned import ACTOR, MODEL, ROLLOUT, Planned
 from dataproto_audit.doctor.problems import Problem
 from dataproto_audit.findings import Severity
+from dataproto_audit.integrations.known_crashes import estimator_in, straight_through
 
 OLD, BOTH = ("0.7.1",), ("0.7.1", "0.9.1")
-RECORDER = "flight recorder"
+RECORDER, HANGS = "flight recorder", "hang helper"
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Defect:
     """``hit`` says of a configuration whether it would run into it; None where only data tell.
 
     ``found_by`` are codes of checks, ``flight recorder`` where verl raises and the input of the
-    stage is kept, or '' where nothing finds it.
+    stage is kept, ``hang helper`` where ranks wait and are named, or '' where nothing finds it.
     """
 
     number: str
@@ -35,7 +37,7 @@ class Defect:
 
 
 def _estimator(*names: str) -> Callable[[Planned], bool]:
-    return lambda p: p.get("algorithm.adv_estimator") in names
+    return lambda p: estimator_in(*names)(p.get)
 
 
 def _warmup(p: Planned) -> bool:
@@ -53,13 +55,12 @@ def _remax_colocated(p: Planned) -> bool:
     return _estimator("remax")(p) and _reward_model(False)(p)
 
 
+def _remax_scored(p: Planned) -> bool:
+    return _estimator("remax")(p) and not _reward_model(False)(p)
+
+
 def _straight_through(p: Planned) -> bool:
-    used = []
-    if p.get("algorithm.use_kl_in_reward"):
-        used.append(p.get("algorithm.kl_penalty"))
-    if p.get(f"{ACTOR}.use_kl_loss"):
-        used.append(p.get(f"{ACTOR}.kl_loss_type"))
-    return any(str(name).endswith("+") for name in used)
+    return straight_through(p.get)
 
 
 def several_turns(p: Planned) -> bool:
@@ -81,8 +82,12 @@ def _dynamic(p: Planned) -> bool:
     return bool(p.get(f"{ACTOR}.use_dynamic_bsz"))
 
 
+def _engine_critic(p: Planned) -> bool:
+    return p.engine and p.critic
+
+
 def _critic_scale(p: Planned) -> bool:
-    if not (p.engine and p.critic):
+    if not _engine_critic(p):
         return False
     rows = p.count("critic.ppo_mini_batch_size") * p.size(f"{ROLLOUT}.n") // p.gpus
     micro = p.get("critic.ppo_micro_batch_size_per_gpu")
@@ -95,6 +100,13 @@ def _ignores_mode(*names: str) -> Callable[[Planned], bool]:
         return p.get(f"{ACTOR}.policy_loss.loss_mode") in names and mode != "seq-mean-token-mean"
 
     return hit
+
+
+def _means_added(p: Planned) -> bool:
+    own = p.size(f"{ACTOR}.ppo_mini_batch_size") * p.size(f"{ROLLOUT}.n") // cut_of(p).dp
+    micro = p.get(f"{ACTOR}.ppo_micro_batch_size_per_gpu")
+    several = _dynamic(p) or (isinstance(micro, int) and 0 < micro < own)
+    return p.engine and several and p.get(f"{ACTOR}.policy_loss.loss_mode") == "geo_mean"
 
 
 def _mask_from_loss(p: Planned) -> bool:
@@ -116,7 +128,7 @@ DEFECTS = (
     Defect("D3", OLD, "The baseline of ReMax is sampled instead of greedy: do_sample of the batch "
            "is read by no agent loop.", "", "warn", _estimator("remax"), "Use verl 0.9.1."),
     Defect("D4", OLD, "ReMax with a colocated reward model scores the baseline only, and the "
-           "sampled rows are not scored again.", "", "warn", _remax_colocated,
+           "sampled rows are not scored again.", "DPA405", "fail", _remax_colocated,
            "Give the reward model a pool of its own."),
     Defect("D5", BOTH, "A discriminative reward model that scores while rollouts come in returns "
            "no reward_extra_info, which the agent loop reads: KeyError.", RECORDER, "warn",
@@ -130,14 +142,14 @@ DEFECTS = (
            "in front of a tool reply gets return 0.", "DPA416", "fail", _returns_lost,
            "Use verl 0.9.1, or another estimator."),
     Defect("D9", OLD, "Legacy FSDP workers do not agree on the number of dynamic micro-batches, "
-           "and ranks that run different numbers of them wait for each other for ever.", "DPA705",
-           "warn", _uneven, f"Set {ACTOR}.use_dynamic_bsz=False, or "
+           "and ranks that run different numbers of them wait for each other for ever.",
+           f"DPA705, {HANGS}", "warn", _uneven, f"Set {ACTOR}.use_dynamic_bsz=False, or "
            "trainer.use_legacy_worker_impl=disable."),
     Defect("D10", OLD, "A dynamic micro-batch may hold more tokens than its limit.", "DPA704",
            "warn", _dynamic, f"Leave a fifth of memory free, or lower "
            f"{ACTOR}.ppo_max_token_len_per_gpu."),
     Defect("D11", OLD, "The engine's critic loss is a mean of each micro-batch, summed: its scale "
-           "grows with their number.", "", "warn", _critic_scale,
+           "grows with their number.", "DPA506", "fail", _critic_scale,
            "Let one micro-batch hold the mini-batch, or use legacy workers."),
     Defect("D12", OLD, "GSPO, SAPO and geo_mean compute seq-mean-token-mean whatever "
            "loss_agg_mode says.", "DPA502", "fail",
@@ -152,10 +164,16 @@ DEFECTS = (
            "attention is not exchanged between ranks: rows that are cut get wrong log-probs.",
            "DPA707, DPA310", "fail", _not_exchanged, "Use flash_attention_2, or no Ulysses."),
     Defect("D15", OLD, "ReMax leaves score (or acc) of its baseline in the batch, and the union of "
-           "the first step fails.", "DPA115", "fail", _estimator("remax"),
+           "the first step fails.", "DPA115", "fail", _remax_scored,
            "Use another estimator, or verl 0.9.1 with trainer.use_v1=False."),
     Defect("D16", BOTH, "An empty response stops the agent loop, or is lost in silence in V1.",
            f"DPA401, {RECORDER}", "warn", None),
+    Defect("D17", BOTH, "The loss geo_mean on engine workers is a mean over rows of each "
+           "micro-batch, summed: its scale grows with their number.", "DPA502", "fail",
+           _means_added, "Let one micro-batch hold the mini-batch."),
+    Defect("D18", OLD, "The engine's critic trains with the dropout of its checkpoint (0.1 where "
+           "that names none), which legacy workers switch off.", "DPA505", "warn",
+           _engine_critic, "Write classifier_dropout 0.0 into the critic's config.json."),
 )  # fmt: skip
 
 

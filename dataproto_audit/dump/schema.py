@@ -233,7 +233,7 @@ _TABLES = (
     Table("loss", "one term of the loss of one mini-batch", (
         _STEP,
         _i("mini_batch", "index", "mini-batch within the step, from 0, over all epochs"),
-        _s("term", "`pg`, `kl`, `entropy`, `total`"),
+        _s("term", "`pg`, `kl`, `entropy`, `total`; `vf` of a critic"),
         _f("value", "loss", "what the trainer optimised", null=False),
         _f("normaliser", "tokens or rows", "global count it was divided by"),
         _f("recomputed", "loss", "the same term recomputed from the whole mini-batch, unsplit"),

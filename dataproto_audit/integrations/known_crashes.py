@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from dataproto_audit.integrations.verl_settings import at
 
 Config = Mapping[str, Any]
+Get = Callable[[str], Any]
 
 
 @dataclass(frozen=True)
@@ -29,21 +31,24 @@ class Crash:
     stages: tuple[str, ...]
     why: str
     remedy: str
-    configured: Callable[[Config], bool] = lambda _: True
+    configured: Callable[[Get], bool] = lambda _: True
 
 
-def _straight_through(config: Config) -> bool:
+def straight_through(get: Get) -> bool:
+    """True where a KL estimator with a trailing ``+`` is in use; ``get`` reads a dotted key."""
     used = (
         ("algorithm.use_kl_in_reward", "algorithm.kl_penalty"),
         ("actor_rollout_ref.actor.use_kl_loss", "actor_rollout_ref.actor.kl_loss_type"),
     )
-    return any(at(config, on) and str(at(config, key)).endswith("+") for on, key in used)
+    return any(get(on) and str(get(key)).endswith("+") for on, key in used)
 
 
-def _estimator(name: str) -> Callable[[Config], bool]:
-    def chosen(config: Config) -> bool:
-        value = at(config, "algorithm.adv_estimator")
-        return str(getattr(value, "value", value)) == name
+def estimator_in(*names: str) -> Callable[[Get], bool]:
+    """Whether the advantage estimator is one of these."""
+
+    def chosen(get: Get) -> bool:
+        value = get("algorithm.adv_estimator")
+        return str(getattr(value, "value", value)) in names
 
     return chosen
 
@@ -53,14 +58,14 @@ REFILL = "Let the engine answer with a token at least, or leave such prompts out
 CRASHES = (
     Crash("D6", ("0.7.1",), "NotImplementedError", "", ("kl_reward", "update_actor"),
           "a KL estimator with a trailing + is not implemented",
-          "Name the estimator without +.", _straight_through),
+          "Name the estimator without +.", straight_through),
     Crash("D7", ("0.7.1",), "TypeError", "optimal_token_baseline", ("advantage",),
           "compute_advantage hands the optimal-token-baseline estimators arguments that they do "
           "not take", "Use another estimator, or verl 0.9.1."),
     Crash("D15", ("0.7.1",), "AssertionError", "are not the same object", ("union",),
           "the baseline rollout of ReMax leaves fields of its own in the batch, which the sampled "
           "rows have, too", "Use another estimator, or verl 0.9.1 with trainer.use_v1=False.",
-          _estimator("remax")),
+          estimator_in("remax")),
     Crash("D16", ("0.7.1",), "AttributeError", "'list' object has no attribute 'dim'", (),
           f"{EMPTY} cannot be padded by the agent loop", REFILL),
     Crash("D16", ("0.9.1",), "TypeError", "expected Tensor as element", ("rollout", "validation"),
@@ -81,7 +86,7 @@ def known_crash(version: str, stage: str, error: BaseException, config: Config) 
             fits
             and version in crash.versions
             and (not crash.stages or stage in crash.stages)
-            and crash.configured(config)
+            and crash.configured(partial(at, config))
         ):
             return f"known defect {crash.number} of verl {version}: {crash.why}. {crash.remedy}"
     return ""

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from dataproto_audit.batch import BatchView
+from dataproto_audit.integrations.critic_evidence import critic_losses, looks_at_critics
 from dataproto_audit.integrations.hang_watch import HangWatch
 from dataproto_audit.integrations.options import Options
 from dataproto_audit.integrations.verl_settings import at
@@ -23,9 +24,13 @@ from dataproto_audit.reference.losses import LOSS_MODES, TOKEN_MEAN, TOKEN_SUM
 
 log = logging.getLogger("dataproto_audit")
 
-STAGES = ("old_log_prob", "ref_log_prob", "update_actor")
+STAGES = ("old_log_prob", "ref_log_prob", "update_critic", "update_actor")
 """Stages in which workers are asked."""
-PER_TOKEN = ("update_log_probs", "update_entropys")
+FIELDS = {
+    "update_actor": (("update_log_probs", "update_entropys"), "mini_batch"),
+    "update_critic": (("update_values",), "value_mini_batch"),
+}
+"""What an update tells of each token, and the field of the mini-batch of each row."""
 
 
 class RankEvidence:
@@ -82,16 +87,25 @@ class RankEvidence:
         for note in evidence["ranks"]:
             note["first_row"] = first
             first += note["rows"]
-        tensors = _tensors(answers, view) if stage == "update_actor" else {}
+        tensors = _tensors(stage, answers, view) if stage in FIELDS else {}
         if stage == "update_actor":
             losses = self._losses(answers, view)
             evidence |= {"losses": losses} if losses else {}
+        elif stage == "update_critic":
+            losses, why = critic_losses(self._config, answers)
+            evidence |= {"losses": losses} if losses else {}
+            if why:
+                self._say(stage, why)
+            tensors = tensors if losses else {}
         if self._options.rows:  # ranks held all rows, and the sample is some of them
             evidence = {}
         return evidence, tensors
 
     def _passed_over(self, stage: str) -> bool:
-        """True where the rollout's log-probs are taken for old ones, without the workers."""
+        """True where the rollout's log-probs are taken for old ones, without the workers, and
+        where critics are not looked into."""
+        if stage == "update_critic":
+            return not looks_at_critics(self._config)
         bypass = at(self._config, "algorithm.rollout_correction.bypass_mode")
         return stage == "old_log_prob" and bool(bypass)
 
@@ -152,18 +166,21 @@ def _unusable(answers: Sequence[Answer], rows: int) -> str:
     return ""
 
 
-def _tensors(answers: Sequence[Answer], view: BatchView) -> dict[str, torch.Tensor]:
+def _tensors(
+    stage: str, answers: Sequence[Answer], view: BatchView
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """Fields of the workers' rows, where these are the rows of the batch."""
     if sum(int(answer.told["note"]["rows"]) for answer in answers) != view.rows:
         return {}
     found = {}
-    for name in PER_TOKEN:
+    per_token, number = FIELDS[stage]
+    for name in per_token:
         if all(name in answer.arrays for answer in answers):
             parts = [_wide(answer.arrays[name], view.response or 0) for answer in answers]
             found[name] = torch.from_numpy(np.concatenate(parts))
     if found:
         parts = [answer.arrays["mini_batch"] for answer in answers]
-        found["mini_batch"] = torch.from_numpy(np.concatenate(parts))
+        found[number] = torch.from_numpy(np.concatenate(parts))
     return found
 
 

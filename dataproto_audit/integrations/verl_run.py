@@ -43,6 +43,11 @@ AT_WORK: list[VerlRun] = []
 class VerlRun:
     """Follows one trainer. ``session`` is made when its run begins."""
 
+    each_step: tuple[str, ...] = (
+        "prompts", "rollout", "union", "reward", "old_log_prob", "advantage", "update_actor",
+    )  # fmt: skip
+    """Stages without which no step of training is."""
+
     def __init__(self, trainer: Any, options: Options) -> None:
         self.trainer, self.options = trainer, options
         self.version: Version = version()
@@ -64,6 +69,8 @@ class VerlRun:
         self._last: Any = None
         self._told: BaseException | None = None
         self._off: set[str] = set()
+        self._looked = 0
+        """Steps of training that were looked at and logged."""
 
     # -- hooks -------------------------------------------------------------------------------------
 
@@ -161,7 +168,7 @@ class VerlRun:
             self.ranks = RankEvidence(options, config)
             self.guarded("workers", self.ranks.start, None)
         self.hook_managers()
-        self._told, self.running = None, True
+        self._told, self.running, self._looked = None, True, 0
         AT_WORK.append(self)
 
     def finish(self, error: BaseException | None = None) -> None:
@@ -176,11 +183,32 @@ class VerlRun:
             self.ranks = None
         session, self.session = self.session, None
         if session is not None:
-            more: dict[str, Any] = {"verl": self.version.number, "not_hooked": self.missing}
+            unseen: list[str] = []
+            unseen = session.guarded("unseen", lambda: self._unseen(session), unseen)
+            more: dict[str, Any] = {
+                "verl": self.version.number, "not_hooked": self.missing, "unseen": unseen
+            }  # fmt: skip
             if error is not None:
                 more["error"] = flight.brief(error)
             session.guarded("finish", lambda: session.finish(more), None)
             self.closed = session
+
+    def _unseen(self, session: Session) -> list[str]:
+        """Stages of each step that were never seen, because their calls have other names here."""
+        if not self._looked:
+            return []
+        wanted = set(self.options.stages or self.each_step)
+        if at(plain_config(getattr(self.trainer, "config", None)), "trainer.critic_warmup"):
+            wanted.discard("update_actor")
+        seen = {name.partition(".")[0] for name in session.observed}
+        unseen = [stage for stage in self.each_step if stage in wanted and stage not in seen]
+        if unseen:
+            log.warning(
+                "nothing was seen of %s in %s steps: %s does not make the calls by which these "
+                "stages are known (\"Which call is which stage\" in docs/attaching.md). They are "
+                "not checked.", ", ".join(unseen), self._looked, type(self.trainer).__name__,
+            )  # fmt: skip
+        return unseen
 
     closed: Session | None = None
     """The session of the last run that ended."""
@@ -238,6 +266,8 @@ class VerlRun:
             told, fields = self.guarded("workers", lambda: ranks.leave(stage, whole), nothing)
             evidence |= told
             whole = merged(whole, None, fields) if fields else whole
+            if stage == "update_critic":  # verl's batch never holds them, and the actor comes next
+                self.carried = {**self.carried, **fields}
         self._open.boundary(stage, whole, evidence=evidence or None)
 
     def validated(self, batch: Any) -> None:
@@ -254,6 +284,7 @@ class VerlRun:
     def ended(self, step: Any, metrics: Mapping[str, Any]) -> None:
         """The trainer logs the metrics of a step, which is thereby over."""
         if isinstance(step, int):
+            self._looked += "training/global_step" in metrics and self.options.looks_at(step)
             self._open.close_step(step, metrics)
 
     def metrics(self) -> dict[str, float]:

@@ -93,7 +93,7 @@ def _from_switches(config: Mapping[str, Any], trainer: Any) -> dict[str, Any]:
         "rejection": bool(correction.get("rollout_rs")),
         "multi_turn": multi_turn or agent not in (None, "single_turn_agent"),
         "use_kl_in_reward": bool(at(config, "algorithm.use_kl_in_reward")),
-        "trainer_dtype": _computed_in(roles),
+        "trainer_dtype": computed_in(roles),
         "ref_from_actor": None if correction.get("bypass_mode") else _same_start(config),
     }
     gpus = int(trained.get("n_gpus_per_node") or 0) * int(trained.get("nnodes") or 0)
@@ -127,7 +127,7 @@ def _same_start(config: Mapping[str, Any]) -> bool | None:
     return True if same else None
 
 
-def _computed_in(roles: Mapping[str, Any]) -> str | None:
+def computed_in(roles: Mapping[str, Any]) -> str | None:
     """Precision of the trainer's forward pass, as FSDP is told; None for other backends."""
     fsdp = at(roles, "actor.fsdp_config")
     if not isinstance(fsdp, Mapping):

@@ -19,6 +19,7 @@ from dataproto_audit.integrations.verl_batches import (
     first,
     merged,
     metrics_of,
+    parts_of,
     rows_of,
     sampled_part,
 )
@@ -166,7 +167,10 @@ class RolloutCall(Call):
 
 
 class UnionCall(Call):
-    """``DataProto.union``: the first one after the rollout joins prompts and responses."""
+    """``DataProto.union``: the first one with responses after the rollout joins prompts and them.
+
+    In between ReMax of 0.7.1 joins its greedy rollout for a moment, and scores to that.
+    """
 
     def on(self) -> bool:
         """Only in the training step."""
@@ -184,7 +188,9 @@ class UnionCall(Call):
     def left(self, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Prompts and responses are one batch now."""
         right = args[1] if len(args) > 1 else next(iter(kwargs.values()), None)
-        if self.run.joins and not any(right is baseline for baseline in self.run.baselines):
+        if not self.run.joins or any(right is baseline for baseline in self.run.baselines):
+            return
+        if "responses" in parts_of(right)[0]:
             self.run.joins = False
             self.run.leave("union", result)
 

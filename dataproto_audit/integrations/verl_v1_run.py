@@ -36,6 +36,8 @@ REWARDED = ("advantage", "update_critic", "update_actor")
 class VerlV1Run(VerlRun):
     """Follows one V1 trainer."""
 
+    each_step = ("rollout", "old_log_prob", "advantage", "update_actor")
+
     def __init__(self, trainer: Any, options: Options) -> None:
         super().__init__(trainer, options)
         self.prompts = Prompts()

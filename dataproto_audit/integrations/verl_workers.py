@@ -4,14 +4,14 @@ Installed in every process that loads the plugin with option ``workers``; a proc
 imports verl's actors or engines does nothing more. The driver opens a stage
 (:mod:`.rank_evidence`); only calls made while it is open are recorded, so that validation, steps
 that are left out and critics cost nothing. What is told has the names that this package's own
-trainer uses, and the same probes judge it (DPA501-503, DPA701-706).
+trainer uses, and the same probes judge it (DPA501-503, DPA505-506, DPA701-706).
 
 Tensors are read after verl has made them and are copied to the CPU, which on an accelerator waits
 for them. Nothing is written, reordered or kept; errors are logged once and end the hooks of the
 process.
 
-Not covered: the critic; log-probs and losses of Megatron, and anything else of it that its stand-in
-in the tests has not (no run on a CPU is possible).
+Not covered: critics but the engine's over FSDP; log-probs and losses of Megatron, and anything else
+of it that its stand-in in the tests has not (no run on a CPU is possible).
 """
 
 from __future__ import annotations

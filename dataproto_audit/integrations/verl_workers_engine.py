@@ -5,7 +5,8 @@ Read from the wheels: ``TrainingWorker.train_mini_batch`` cuts the rank's rows b
 is called once a micro-batch and returns its loss and outputs, ``optimizer_step`` once a mini-batch
 (``workers/engine_workers.py``, ``workers/engine/fsdp/transformer_impl.py``). Losses are divided by
 counts of the whole mini-batch and multiplied by the number of ranks, over which gradients are
-averaged. Log-probs are jagged: the value at position t is that of token t+1.
+averaged. Log-probs are jagged: the value at position t is that of token t+1. V1's critic is handed
+the names of rows only, which verl fetches behind the hook and then cuts by ``make_iterator``.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ def hook_workers(workers: Workers, module: Any) -> None:
     seen = EngineCalls(workers)
     for name, begin in (("infer_batch", seen.log_prob), ("train_mini_batch", seen.update)):
         workers.wrap(worker, name, Hook(workers, name, before=begin, begins=True, ends=True))
+    name = "make_iterator"
+    workers.wrap(getattr(module, "tu", None), name,
+                 Hook(workers, name, before=seen.fetched, begins=True))  # fmt: skip
 
 
 def hook_fsdp(workers: Workers, module: Any) -> None:
@@ -56,30 +60,51 @@ HOOKS = {
 }
 
 
+OUTPUTS = {
+    "update_actor": {"log_probs": "update_log_probs", "entropy": "update_entropys"},
+    "update_critic": {"values": "update_values"},
+}
+"""What a forward pass of an update gives, and our names for it."""
+
+
 class EngineCalls:
     """What the hooks do; ``self`` of verl's methods is their first argument."""
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
         self._of = UNKNOWN
+        self._fetches: Any = None
+        """The critic whose rows are still being fetched."""
 
     def log_prob(self, args: Args, kwargs: Kwargs) -> None:
         """``infer_batch(data)`` of a worker: the reference cannot train, or leaves LoRA out."""
         worker, data = args[0], argument(args, kwargs, "data", 1)
+        if _is_critic(worker):
+            return
         ref = getattr(worker.engine_config, "forward_only", False)
         ref = ref or bool(plain(data, "no_lora_adapter", False))
         self._begin("ref_log_prob" if ref else "old_log_prob", worker, data)
 
     def update(self, args: Args, kwargs: Kwargs) -> None:
-        """``train_mini_batch(data)``, which a critic has, too."""
+        """``train_mini_batch(data)``, of the actor or of a critic."""
         worker, data = args[0], argument(args, kwargs, "data", 1)
-        self._begin("update_actor", worker, data)
+        self._fetches = None if hasattr(data, "items") else worker
+        if self._fetches is None:
+            self._update(worker, data)
+
+    def fetched(self, args: Args, kwargs: Kwargs) -> None:
+        """``make_iterator(tensordict, ...)``: the rows of an update have been fetched."""
+        worker, self._fetches = self._fetches, None
+        if worker is not None:
+            self._update(worker, argument(args, kwargs, "tensordict", 0))
+
+    def _update(self, worker: Any, data: Any) -> None:
+        self._begin("update_critic" if _is_critic(worker) else "update_actor", worker, data)
         if self._workers.record is not None:
             self._workers.record.about = {"path": "engine"}
 
     def _begin(self, stage: str, worker: Any, data: Any) -> None:
-        if getattr(worker.config, "model_type", "language_model") != "value_model":
-            self._workers.begin(stage, _place(worker.engine), row_keys(data["input_ids"]))
+        self._workers.begin(stage, _place(worker.engine), row_keys(data["input_ids"]))
 
     def mini_batch(self, args: Args, kwargs: Kwargs) -> None:
         """``forward_backward_batch(data, ...)``: what its micro-batches are cut by."""
@@ -123,16 +148,20 @@ class EngineCalls:
     def output(self, args: Args, kwargs: Kwargs, result: Any) -> None:
         """``forward_step`` returned ``loss, {model_output, loss, metrics}``."""
         record = self._workers.record
-        if record is None or record.asked.stage != "update_actor":
+        if record is None or record.asked.stage not in OUTPUTS:
             return
         micro = argument(args, kwargs, "micro_batch", 1)
         loss, told = result
         held = told["model_output"]
         widths = response_lengths(micro)
-        for name, ours in (("log_probs", "update_log_probs"), ("entropy", "update_entropys")):
+        names = OUTPUTS[record.asked.stage]
+        first = held[next(iter(names))]
+        if first.ndim != 2:  # padded critics of 0.7.1 give a column for each token
+            return
+        for name, ours in names.items():
             if held.get(name) is not None:
                 record.output(ours, responses_of(held[name], widths))
-        eps = float(torch.finfo(held["log_probs"].dtype).eps)
+        eps = float(torch.finfo(first.dtype).eps)
         tokens = plain(micro, "batch_num_tokens", None)
         counted = {} if tokens is None else {"tokens": float(tokens)}
         record.loss(float(loss.detach()), {"eps": eps, **counted})
@@ -164,6 +193,10 @@ def responses_of(values: Any, widths: list[int]) -> list[Any]:
     """The values of the response's tokens, of jagged values of whole rows shifted by one."""
     return [row[len(row) - width - 1 : len(row) - 1]
             for row, width in zip(values.detach().unbind(), widths, strict=True)]  # fmt: skip
+
+
+def _is_critic(worker: Any) -> bool:
+    return bool(getattr(worker.config, "model_type", "language_model") == "value_model")
 
 
 def _place(engine: Any) -> Place:

@@ -140,7 +140,7 @@ class Record:
     def answer(self) -> Answer:
         """The rank's note as probes read it, its losses, and outputs f32[rows, longest]."""
         arrays: dict[str, Any] = {name: self._padded(rows) for name, rows in self._fields.items()}
-        if self.asked.stage == "update_actor":
+        if self.asked.stage.startswith("update"):
             arrays["mini_batch"] = np.array(
                 [self._in_mini.get(row, NOBODY) for row in range(len(self.lengths))], np.int64
             )

@@ -26,6 +26,7 @@ from dataproto_audit.probes import (
     rewards,
     seeds,
     signal,
+    value_loss,
     vocabulary,
     weights,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "scan",
     "seeds",
     "signal",
+    "value_loss",
     "vocabulary",
     "weights",
 ]

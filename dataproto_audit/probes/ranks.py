@@ -18,7 +18,7 @@ from dataproto_audit.probes.context import Context
 from dataproto_audit.probes.registry import probe
 
 NUMBERS = (int, np.integer)
-STAGES = ("old_log_prob", "ref_log_prob", "update_actor")
+STAGES = ("old_log_prob", "ref_log_prob", "values", "update_critic", "update_actor")
 UNEVEN = 2.0
 """Ratio of the fullest to the emptiest rank above which the imbalance is worth a line."""
 

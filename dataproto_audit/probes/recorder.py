@@ -141,7 +141,8 @@ class StepRecorder:
         if last is not None and record.can_tell_rows(last.state.view, broken):
             self._write_rows(tables, last, keys_of(last.state), broken, flags, cache)
         tables.append_rows("ranks", ranks)
-        tables.append_rows("loss", record.loss_rows(cache.get("loss_table") or ()))
+        for name in ("value_loss_table", "loss_table"):
+            tables.append_rows("loss", record.loss_rows(cache.get(name) or ()))
         tables.flush_step(step)
 
     def _write_rows(

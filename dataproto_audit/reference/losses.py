@@ -22,10 +22,12 @@ AGGREGATION_MODES: tuple[str, ...] = (
     TOKEN_SUM,
 )
 
-LOSS_MODES = ("vanilla", "gspo", "sapo")
+LOSS_MODES = ("vanilla", "gspo", "sapo", "geo_mean")
 """Policy losses that :func:`policy_loss` computes, by verl's names."""
 SEQUENCE_LOG_RATIO_BOUND = 10.0
 """verl bounds GSPO's log ratio from above only."""
+TINY_WEIGHT = 1e-10
+"""What verl adds to a weight of ``geo_mean``, whose logarithm it takes."""
 
 
 class LossTerms(TypedDict):
@@ -112,6 +114,9 @@ def policy_loss(
     ``loss_mode`` ``gspo`` (arXiv 2507.18071): the ratio of a token is exp of the mean log ratio of
     its row, and there is no dual clip. ``sapo`` (arXiv 2511.20347): no clip, but per token
     -A sigmoid(tau (ratio - 1)) 4 / tau, with the first of ``gate_temperatures`` for A > 0.
+    ``geo_mean`` (GMPO, arXiv 2507.20673): every token of a row stands for its row, -mean(A)
+    exp(mean of log ratios, each clipped to [-low, high] where that lowers A's gain); weights count
+    by their geometric mean in the row.
     total = pg_loss + kl_loss_coef * kl_loss - entropy_coeff * entropy_loss, each aggregated by
     ``loss_agg_mode`` (:func:`aggregate`).
 
@@ -121,7 +126,7 @@ def policy_loss(
     Raises:
         ValueError: a coefficient without its input, unknown mode or estimator, c <= 1.
 
-    Not covered: other policy losses (CISPO, geometric means, ...). What gradients are stopped at is
+    Not covered: other policy losses (CISPO, DPPO, ...). What gradients are stopped at is
     not what ``gspo`` differentiates, so that mode is for values only.
     """
     if loss_mode not in LOSS_MODES:
@@ -136,8 +141,8 @@ def policy_loss(
     log_ratio = (new - tokens.pick(old_log_probs)).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = log_ratio.exp()
     if loss_mode == "gspo":
-        means = tokens.row_means(new - tokens.pick(old_log_probs))
-        ratio = means.clamp(max=SEQUENCE_LOG_RATIO_BOUND).exp()[tokens.positions // tokens.width]
+        means = tokens.of_rows(new - tokens.pick(old_log_probs))
+        ratio = means.clamp(max=SEQUENCE_LOG_RATIO_BOUND).exp()
         clip_ratio_c = None
 
     cost = -tokens.pick(advantages)
@@ -149,13 +154,22 @@ def policy_loss(
         tau = torch.where(cost < 0, up, down)
         loss = clipped = unclipped = cost * torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
         clip_ratio_c = None
+    weights = None if rollout_is_weights is None else tokens.pick(rollout_is_weights)
+    if loss_mode == "geo_mean":
+        drift, gain = new - tokens.pick(old_log_probs), -cost.sign()
+        unclipped, clipped = -gain * drift, -gain * drift.clamp(-low, high)
+        loss = (
+            tokens.of_rows(cost) * tokens.of_rows(-gain * torch.maximum(unclipped, clipped)).exp()
+        )
+        weights = None if weights is None else tokens.of_rows((weights + TINY_WEIGHT).log()).exp()
+        clip_ratio_c = None
     lower_hits = torch.zeros_like(loss, dtype=torch.bool)
     if clip_ratio_c is not None:
         bound = cost * clip_ratio_c
         lower_hits = (cost > 0) & (loss > bound)
         loss = torch.where(lower_hits, bound, loss)
-    if rollout_is_weights is not None:
-        loss = loss * tokens.pick(rollout_is_weights)
+    if weights is not None:
+        loss = loss * weights
 
     count = tokens.normaliser(loss_agg_mode, normaliser)
 
@@ -215,6 +229,10 @@ class _Tokens:
         """Mean over the tokens of each row, [rows]; 0 for a row without tokens."""
         sums = picked.new_zeros(self.rows).index_add(0, self.positions // self.width, picked)
         return sums / self.mask.sum(dim=-1).clamp(min=1)
+
+    def of_rows(self, picked: Tensor) -> Tensor:
+        """The mean of its row for each token, [tokens]."""
+        return self.row_means(picked)[self.positions // self.width]
 
     def normaliser(self, mode: str, given: float | None) -> float:
         """The given count, or the one of this mask (0 for an empty mask)."""

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dataproto_audit.reference.losses import TOKEN_MEAN, aggregate
 from dataproto_audit.reference.masks import response_attention
-from dataproto_audit.reference.shapes import as_bool
+from dataproto_audit.reference.shapes import Mask, Scalar, Tokens, as_bool, checked
 
 
 def load_value_model(
@@ -113,3 +114,25 @@ def grad_of_value_loss(
     names, parameters = zip(*model.named_parameters(), strict=True)
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
     return dict(zip(names, gradients, strict=True)), loss.detach()
+
+
+@checked
+def value_loss(
+    values: Tokens,
+    old_values: Tokens,
+    returns: Tokens,
+    response_mask: Mask,
+    *,
+    clip: float,
+    loss_agg_mode: str = TOKEN_MEAN,
+) -> Scalar:
+    """PPO's clipped value loss of a whole mini-batch, float64: :func:`grad_of_value_loss`'s terms,
+    aggregated as ``loss_agg_mode`` says (:func:`.losses.aggregate`).
+
+    Raises:
+        ValueError: unknown mode.
+    """
+    exact, old, wanted = values.double(), old_values.double(), returns.double()
+    held = old + (exact - old).clamp(-clip, clip)
+    worse = torch.maximum((exact - wanted).square(), (held - wanted).square()) / 2
+    return aggregate(worse, response_mask, loss_agg_mode)

@@ -290,7 +290,7 @@ class SimulatedStep:
         """A critic that knows nothing."""
         shape = batch.batch["responses"].shape
         batch.batch["values"] = torch.from_numpy(self.random.normal(size=shape)).float()
-        return {}
+        return {"ranks": self.plan(batch).notes()}
 
     def kl_reward(self, batch: DataProto) -> dict[str, Any]:
         """Scores less a KL penalty."""
@@ -311,8 +311,12 @@ class SimulatedStep:
         return {}
 
     def update_critic(self, batch: DataProto) -> dict[str, Any]:
-        """Nothing that the batch shows."""
-        return {"ranks": self.plan(batch).notes()}
+        """Mini-batch steps of a critic whose values rise from each to the next."""
+        plan, tensors = self.plan(batch), batch.batch
+        number = torch.from_numpy(plan.mini_batch)
+        tensors["update_values"] = tensors["values"] + 0.1 * number[:, None]
+        tensors["value_mini_batch"] = number
+        return {"ranks": plan.notes(), "losses": toy_update.value_losses(tensors, plan)}
 
     def update_actor(self, batch: DataProto) -> dict[str, Any]:
         """Mini-batch steps, each with a policy a little further on."""

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from dataproto_audit.probes.context import Settings
 from dataproto_audit.reference.losses import count_normaliser, policy_loss
+from dataproto_audit.reference.values import value_loss
 
 Index = NDArray[np.int64]
 
@@ -131,6 +132,20 @@ def losses(tensors: Any, plan: Plan, settings: Settings) -> list[dict[str, float
                 for name, value in _share(tensors, part, settings, whole).items():
                     total[name] += value
         out.append({**total, "normaliser": whole})
+    return out
+
+
+def value_losses(tensors: Any, plan: Plan, *, clip: float = 0.5) -> list[dict[str, Any]]:
+    """The critic's loss of each mini-batch, averaged over all its trained tokens."""
+    out = []
+    for number in range(int(plan.mini_batch.max()) + 1):
+        rows = torch.from_numpy(np.flatnonzero(plan.mini_batch == number))
+        names = ("update_values", "values", "returns", "response_mask")
+        fields = [tensors[name][rows] for name in names]
+        loss = value_loss(*fields, clip=clip)
+        told = {"cliprange_value": clip, "loss_agg_mode": "token-mean"}
+        count = float(count_normaliser(fields[-1], "token-mean"))
+        out.append({"vf_loss": float(loss), "normaliser": count, **told})
     return out
 
 

@@ -33,7 +33,6 @@ def audit_settings(config: DictConfig, tokenizer: Tokenizer, vocab_size: int) ->
     known, _ = settings_from(config, {})
     return replace(
         known,
-        use_kl_in_reward=False,
         multi_turn=False,
         rejection=False,
         stop_ids=tuple(tokenizer.stop_ids),
@@ -63,7 +62,7 @@ class SyncProbe:
         callbacks.evidence.setdefault("sync_weights", []).append(self)
 
     def _remember(self, step: int, stage: str, batch: DataProto) -> None:
-        if stage == "update_actor":
+        if stage == "advantage":
             self.batch = batch
 
     def __call__(self, step: int, batch: DataProto) -> Mapping[str, Any]:

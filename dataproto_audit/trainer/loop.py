@@ -1,7 +1,9 @@
 """The training loop: one line a stage, every stage behind the auditor.
 
 The order is that of verl's ``fit``: prompts, repeat and rollout, union, balance, reward, old
-log-probs, reference log-probs, advantage, actor update, checkpoint, weight sync, validation.
+log-probs, reference log-probs, values, KL in the reward, advantage, critic update, actor update,
+checkpoint, weight sync, validation. Weights are sent in every step, also while only the critic
+learns.
 """
 
 from __future__ import annotations
@@ -20,14 +22,17 @@ from omegaconf import DictConfig
 from dataproto_audit.auditor import Auditor
 from dataproto_audit.protocol import DataProto
 from dataproto_audit.trainer.algorithms.advantages import AdvantageInputs, compute_advantages
+from dataproto_audit.trainer.algorithms.kl import kl_per_token
 from dataproto_audit.trainer.batching import balance
 from dataproto_audit.trainer.callbacks import Callbacks
-from dataproto_audit.trainer.metrics import batch_metrics
+from dataproto_audit.trainer.metrics import batch_metrics, kl_metrics
 from dataproto_audit.trainer.validate import data_parallel_size
+from dataproto_audit.trainer.workers.spec import with_critic, with_reference
 
 STAGES = (
     "prompts", "rollout", "union", "balance", "reward", "old_log_prob", "ref_log_prob",
-    "advantage", "update_actor", "sync_weights", "validation",
+    "values", "kl_reward", "advantage", "update_critic", "update_actor", "sync_weights",
+    "validation",
 )  # fmt: skip
 
 Work = Callable[[DataProto], DataProto]
@@ -35,8 +40,14 @@ Work = Callable[[DataProto], DataProto]
 
 def stages_of(config: DictConfig) -> tuple[str, ...]:
     """The stages of :data:`STAGES` that a run of ``config`` goes through."""
-    trainer, actor = config.trainer, config.actor_rollout_ref.actor
-    left_out = set() if actor.use_kl_loss else {"ref_log_prob"}
+    trainer = config.trainer
+    left_out = set() if with_reference(config) else {"ref_log_prob"}
+    if not with_critic(config):
+        left_out |= {"values", "update_critic"}
+    if not config.algorithm.use_kl_in_reward:
+        left_out.add("kl_reward")
+    if trainer.critic_warmup > trainer.total_training_steps:
+        left_out.add("update_actor")
     if trainer.test_freq <= 0 and not trainer.val_before_train:
         left_out.add("validation")
     return tuple(stage for stage in STAGES if stage not in left_out)
@@ -79,6 +90,8 @@ class Parts:
     score: Work
     old_log_prob: Work
     ref_log_prob: Work | None
+    values: Work | None
+    update_critic: Callable[[DataProto, int], DataProto]
     update_actor: Callable[[DataProto, int], DataProto]
     export_weights: Callable[[], Any]
     load_weights: Callable[[Any, int], DataProto]
@@ -145,8 +158,15 @@ class Loop:
         batch = self.run("old_log_prob", step, parts.old_log_prob, batch)
         if parts.ref_log_prob is not None:
             batch = self.run("ref_log_prob", step, parts.ref_log_prob, batch)
+        if parts.values is not None:
+            batch = self.run("values", step, parts.values, batch)
+        if config.algorithm.use_kl_in_reward:
+            batch = self.run("kl_reward", step, self.kl_reward, batch)
         batch = self.run("advantage", step, self.advantage, batch)
-        self.run("update_actor", step, lambda b: parts.update_actor(b, step), batch)
+        if parts.values is not None:
+            batch = self.run("update_critic", step, lambda b: parts.update_critic(b, step), batch)
+        if step >= config.trainer.critic_warmup:
+            batch = self.run("update_actor", step, lambda b: parts.update_actor(b, step), batch)
         self.metrics |= batch_metrics(batch)
         self.rewards.append(self.metrics["critic/score/mean"])
 
@@ -194,21 +214,36 @@ class Loop:
         batch.reorder(torch.from_numpy(order))
         return batch
 
+    def kl_reward(self, batch: DataProto) -> DataProto:
+        """Rewards are the scores less the weighted KL to the reference model."""
+        algorithm, tensors = self.config.algorithm, batch.batch
+        kl = kl_per_token(
+            tensors["old_log_probs"], tensors["ref_log_prob"], estimator=algorithm.kl_penalty
+        )
+        kl = torch.where(tensors["response_mask"] != 0, kl, 0.0)
+        weight = float(algorithm.kl_ctrl.kl_coef)
+        tensors["token_level_rewards"] = tensors["token_level_scores"] - weight * kl
+        self.metrics |= kl_metrics(kl, tensors["response_mask"], weight)
+        return batch
+
     def advantage(self, batch: DataProto) -> DataProto:
-        """Rewards are the scores; the configured estimator makes advantages of them."""
-        tensors = batch.batch
-        rewards = tensors["token_level_scores"]
+        """Rewards, the scores unless a KL was taken off, to advantages by the estimator."""
+        algorithm, tensors = self.config.algorithm, batch.batch
+        if not algorithm.use_kl_in_reward:
+            tensors["token_level_rewards"] = tensors["token_level_scores"]
         inputs = AdvantageInputs(
-            token_level_rewards=rewards,
+            token_level_rewards=tensors["token_level_rewards"],
             response_mask=tensors["response_mask"],
             uid=batch.non_tensor_batch["uid"],
+            values=tensors.get("values"),
             options={
-                "norm_adv_by_std_in_grpo": bool(self.config.algorithm.norm_adv_by_std_in_grpo)
+                "norm_adv_by_std_in_grpo": bool(algorithm.norm_adv_by_std_in_grpo),
+                "gamma": float(algorithm.gamma),
+                "lam": float(algorithm.lam),
             },
         )
-        tensors["token_level_rewards"] = rewards
         tensors["advantages"], tensors["returns"] = compute_advantages(
-            self.config.algorithm.adv_estimator, inputs
+            algorithm.adv_estimator, inputs
         )
         return batch
 

@@ -38,59 +38,75 @@ def check_megatron(config: DictConfig, spec: WorkerSpec, model: Mapping[str, Any
             model,
             world_size=world_size(config),
             dtype=spec.model.dtype,
-            key=f"{ROLES}.{role}.megatron",
+            key=f"{section_of(role)}.megatron",
         )
-    actor_rows = spec.update.mini_batch_size // data_parallel_size(config)
     for role in roles:
-        check_role(spec, role, rows=actor_rows)
-    if len(roles) == 2:
-        _one_layout(spec)
+        check_role(spec, role, rows=_rows(config, spec, role))
+    for role in roles[1:]:
+        _one_layout(spec, roles[0], role)
     if "ref" in roles:
         _reference_rows(config, spec)
     if "actor" in roles:
         _actor(config, spec)
 
 
+def section_of(role: str) -> str:
+    """The section of the configuration that ``role`` is set in."""
+    return role if role == "critic" else f"{ROLES}.{role}"
+
+
+def _rows(config: DictConfig, spec: WorkerSpec, role: str) -> int | None:
+    """Rows of a mini-batch on each data-parallel rank; None for a role that does not train."""
+    if role == "critic":
+        assert spec.critic is not None, "it is one of the roles"
+        ranks = world_size(config) // megatron_of(spec, role).model_ranks
+        return spec.critic.update.mini_batch_size // ranks
+    return spec.update.mini_batch_size // data_parallel_size(config) if role == "actor" else None
+
+
 def check_role(spec: WorkerSpec, role: str, *, rows: int | None = None) -> None:
     """Raise UsageError for switches, optimizer and micro-batches that ``role`` cannot have.
 
-    ``rows`` of a mini-batch on each data-parallel rank, for the actor; None where they are not
-    known yet. Raises DPA851 and DPA854. Sizes of the layout alone are not looked at here.
+    ``rows`` of a mini-batch on each data-parallel rank, of a role that trains; None where they are
+    not known yet. Raises DPA851 and DPA854. Sizes of the layout alone are not looked at here.
     """
     options = megatron_of(spec, role)
     switch = f"{ROLES}.model.use_remove_padding"
     if spec.model.remove_padding and options.cp > 1:
         raise UsageError(
             "DPA851",
-            f"{switch} packs rows, and {ROLES}.{role}.megatron.{layout.CP}={options.cp} cuts each "
-            "row over ranks: the two are not built together.",
+            f"{switch} packs rows, and {section_of(role)}.megatron.{layout.CP}={options.cp} cuts "
+            "each row over ranks: the two are not built together.",
             f"Set {switch}=false, or {layout.CP} to 1.",
         )
-    if role != "actor":
+    trained = spec if role == "actor" else spec.critic if role == "critic" else None
+    if trained is None:
         return
-    if spec.optim.name == "sgd" and options.distributed_optimizer:
+    section = section_of(role)
+    if trained.optim.name == "sgd" and options.distributed_optimizer:
         raise UsageError(
             "DPA851",
-            f"{ROLES}.actor.optim.name is sgd; Megatron's distributed optimizer is Adam's.",
-            f"Set {layout.KEY}.use_distributed_optimizer=false, or the optimizer to adamw.",
+            f"{section}.optim.name is sgd; Megatron's distributed optimizer is Adam's.",
+            f"Set {section}.megatron.use_distributed_optimizer=false, or the optimizer to adamw.",
         )
     if rows is not None:
-        micro = spec.update.micro
+        micro = trained.update.micro
         if not micro.rows and not micro.max_tokens:
             options = replace(options, vpp=None)  # cut into as many as there are stages
         size = None if micro.max_tokens else micro.rows or None
         layout.check_micro_batches(options, rows=rows, size=size)
 
 
-def _one_layout(spec: WorkerSpec) -> None:
-    """megatron's groups are global to a process, and both roles live in it."""
-    actor, ref = megatron_of(spec, "actor"), megatron_of(spec, "ref")
-    if _sizes(actor) != _sizes(ref):
+def _one_layout(spec: WorkerSpec, role: str, other: str) -> None:
+    """megatron's groups are global to a process, and all roles live in it."""
+    first, second = megatron_of(spec, role), megatron_of(spec, other)
+    if _sizes(first) != _sizes(second):
+        own, its = section_of(other), section_of(role)
         raise UsageError(
             "DPA851",
-            f"{ROLES}.ref.megatron differs from {ROLES}.actor.megatron: {ref} and {actor}. Both "
+            f"{own}.megatron differs from {its}.megatron: {second} and {first}. Both "
             "roles live in one process, whose Megatron groups they share.",
-            f"Leave {ROLES}.ref.megatron empty, or set {ROLES}.ref.strategy=fsdp2.",
+            f"Leave {own}.megatron empty, or set {own}.strategy=fsdp2.",
         )
 
 

@@ -43,8 +43,15 @@ def build_parts(
     def ref_log_prob(batch: DataProto) -> DataProto:
         return joined(batch, workers.compute_ref_log_prob(batch))
 
+    def values(batch: DataProto) -> DataProto:
+        return joined(batch, workers.compute_values(batch))
+
+    def update_critic(batch: DataProto, step: int) -> DataProto:
+        return joined(batch, workers.update_critic(batch, step=step - 1))
+
     def update_actor(batch: DataProto, step: int) -> DataProto:
-        return joined(batch, workers.update_actor(batch, step=step - 1))
+        first = max(1, int(config.trainer.critic_warmup))
+        return joined(batch, workers.update_actor(batch, step=step - first))
 
     def generate(rows: DataProto, sampling: Mapping[str, Any], validate: bool) -> DataProto:
         return rollout.generate(rows, sampling=sampling, validate=validate)
@@ -75,6 +82,8 @@ def build_parts(
         score=score,
         old_log_prob=old_log_prob,
         ref_log_prob=ref_log_prob if workers.spec.with_reference else None,
+        values=values if workers.spec.critic is not None else None,
+        update_critic=update_critic,
         update_actor=update_actor,
         export_weights=lambda: workers.export_weights(checksums=checksums),
         load_weights=load_weights,

@@ -18,7 +18,7 @@ from dataproto_audit.trainer.prompts import PromptData
 from dataproto_audit.trainer.resume import MODEL, Place, find_place
 from dataproto_audit.trainer.rewards import Scorer, open_scorer
 from dataproto_audit.trainer.validate import validate
-from dataproto_audit.trainer.workers.spec import roles_of, strategy_of, worker_spec
+from dataproto_audit.trainer.workers.spec import model_of, roles_of, strategy_of, worker_spec
 
 
 @dataclass
@@ -76,8 +76,9 @@ def settle_model(config: DictConfig, inputs: Inputs, run_dir: Path) -> None:
 def _open(config: DictConfig, model_dir: Path) -> Inputs:
     model = prepare_model(config.actor_rollout_ref.model, folder=model_dir)
     spec = worker_spec(config, model_path=str(model.path))
-    if "fsdp2" in {strategy_of(spec, role) for role in roles_of(spec)}:
-        check_model(spec.model, spec.fsdp, model.config)
+    for role in roles_of(spec):
+        if strategy_of(spec, role) == "fsdp2":
+            check_model(model_of(spec, role), spec.fsdp, model.config)
     check_megatron(config, spec, model.config)
     validates = config.trainer.test_freq > 0 or config.trainer.val_before_train
     return Inputs(

@@ -19,14 +19,26 @@ from dataproto_audit.trainer.backends.megatron.options import RECOMPUTE
 from dataproto_audit.trainer.rates import INCREASES, STYLES, WSD_STYLES
 from dataproto_audit.trainer.rates import KEY as OPTIM
 
+CRITIC_OPTIM = "critic.optim"
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 DTYPES = ("float32", "bfloat16", "float16")
 MAY_BE_NULL = (
     "actor_rollout_ref.ref.strategy",
     f"{OPTIM}.lr_decay_style",
+    f"{CRITIC_OPTIM}.lr_decay_style",
+    "critic.strategy",
+    "critic.loss_agg_mode",
+    "critic.megatron.recompute_granularity",
     "actor_rollout_ref.actor.megatron.recompute_granularity",
     "actor_rollout_ref.ref.megatron.recompute_granularity",
 )
+AGGREGATION_MODES = (
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
+ENGINES = ("fsdp2", "megatron")
 CHOICES: dict[str, tuple[str, ...]] = {
     "audit.level": LEVELS,
     "audit.on_fail": ON_FAIL,
@@ -41,29 +53,35 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "flex_attention",
     ),
     "actor_rollout_ref.model.tiny.architecture": ("qwen3",),
-    "actor_rollout_ref.actor.strategy": ("fsdp2", "megatron"),
-    "actor_rollout_ref.ref.strategy": ("fsdp2", "megatron"),
+    "actor_rollout_ref.actor.strategy": ENGINES,
+    "actor_rollout_ref.ref.strategy": ENGINES,
+    "critic.strategy": ENGINES,
     "actor_rollout_ref.actor.megatron.recompute_granularity": RECOMPUTE,
     "actor_rollout_ref.ref.megatron.recompute_granularity": RECOMPUTE,
+    "critic.megatron.recompute_granularity": RECOMPUTE,
     "actor_rollout_ref.actor.fsdp_config.wrap": ("root", "layer"),
     "actor_rollout_ref.actor.fsdp_config.param_dtype": DTYPES,
-    "actor_rollout_ref.actor.optim.name": ("adamw", "sgd"),
-    f"{OPTIM}.lr_decay_style": STYLES,
-    f"{OPTIM}.lr_wsd_decay_style": WSD_STYLES,
-    f"{OPTIM}.weight_decay_incr_style": INCREASES,
+    **{
+        f"{section}.{name}": choices
+        for section in (OPTIM, CRITIC_OPTIM)
+        for name, choices in (
+            ("name", ("adamw", "sgd")),
+            ("lr_decay_style", STYLES),
+            ("lr_wsd_decay_style", WSD_STYLES),
+            ("weight_decay_incr_style", INCREASES),
+        )
+    },
     "actor_rollout_ref.actor.kl_loss_type": (
         *KL_ESTIMATORS,
         *(f"{name}+" for name in KL_ESTIMATORS),
     ),
-    "actor_rollout_ref.actor.loss_agg_mode": (
-        "token-mean",
-        "seq-mean-token-sum",
-        "seq-mean-token-mean",
-        "seq-mean-token-sum-norm",
-    ),
+    "actor_rollout_ref.actor.loss_agg_mode": AGGREGATION_MODES,
+    "critic.loss_agg_mode": AGGREGATION_MODES,
     "actor_rollout_ref.rollout.name": ("vllm", "hf"),
     "actor_rollout_ref.rollout.dtype": (*DTYPES, "float", "half"),
-    "algorithm.adv_estimator": ("grpo",),
+    "algorithm.adv_estimator": ("grpo", "gae"),
+    "algorithm.kl_penalty": KL_ESTIMATORS,
+    "algorithm.kl_ctrl.type": ("fixed",),
     "trainer.resume_mode": ("disable", "auto", "path"),
 }
 LARGEST = 2**31 - 1
@@ -116,6 +134,12 @@ SEED = Range(0, LARGEST_SEED)
 BYTES = Range(2**20, LARGEST_BYTES)
 FREQUENCY = Range(-1)
 SHARE = Range(0, 1, above=True)
+DISCOUNT = Range(0, 1)
+OPTIM_RANGES = {
+    "lr": FROM_0, "lr_warmup_steps": FROM_0, "weight_decay": FROM_0, "eps": FROM_0,
+    "lr_decay_steps": COUNT, "lr_warmup_init": FROM_0, "min_lr": FROM_0,
+    "lr_wsd_decay_steps": COUNT, "start_weight_decay": FROM_0,
+}  # fmt: skip
 
 #: Null passes where the schema lets a key be null.
 RANGES: dict[str, dict[str, Range]] = {
@@ -138,11 +162,7 @@ RANGES: dict[str, dict[str, Range]] = {
     "actor_rollout_ref.actor.fsdp_config": {"fsdp_size": Range(-1)},
     "actor_rollout_ref.actor.megatron": PARALLEL_SIZES,
     "actor_rollout_ref.ref.megatron": PARALLEL_SIZES,
-    "actor_rollout_ref.actor.optim": {
-        "lr": FROM_0, "lr_warmup_steps": FROM_0, "weight_decay": FROM_0, "eps": FROM_0,
-        "lr_decay_steps": COUNT, "lr_warmup_init": FROM_0, "min_lr": FROM_0,
-        "lr_wsd_decay_steps": COUNT, "start_weight_decay": FROM_0,
-    },
+    OPTIM: OPTIM_RANGES,
     "actor_rollout_ref.ref": {
         "log_prob_micro_batch_size_per_gpu": COUNT, "log_prob_max_token_len_per_gpu": COUNT,
     },
@@ -153,16 +173,26 @@ RANGES: dict[str, dict[str, Range]] = {
         "log_prob_micro_batch_size_per_gpu": COUNT, "log_prob_max_token_len_per_gpu": COUNT,
     },
     "actor_rollout_ref.rollout.val_kwargs": {"temperature": FROM_0, "n": COUNT},
+    "critic": {
+        "ppo_mini_batch_size": COUNT, "ppo_micro_batch_size_per_gpu": COUNT,
+        "forward_micro_batch_size_per_gpu": COUNT, "ppo_max_token_len_per_gpu": COUNT,
+        "forward_max_token_len_per_gpu": COUNT, "ppo_epochs": COUNT, "cliprange_value": FROM_0,
+        "grad_clip": POSITIVE,
+    },
+    CRITIC_OPTIM: OPTIM_RANGES,
+    "critic.megatron": PARALLEL_SIZES,
+    "algorithm": {"gamma": DISCOUNT, "lam": DISCOUNT},
+    "algorithm.kl_ctrl": {"kl_coef": FROM_0},
     "warmup": {"steps": FROM_0, "batch_size": COUNT, "lr": FROM_0},
     "trainer": {
         "total_training_steps": COUNT, "nnodes": COUNT, "n_gpus_per_node": COUNT, "seed": SEED,
-        "save_freq": FREQUENCY, "test_freq": FREQUENCY,
+        "save_freq": FREQUENCY, "test_freq": FREQUENCY, "critic_warmup": FROM_0,
         "collective_timeout_s": Range(0, 10**7, above=True),
         "ray_object_store_bytes": Range(RAY_STORE_BYTES, LARGEST_BYTES),
     },
     "audit": {"sync_probe_every": COUNT},
 }  # fmt: skip
-BETAS = "actor_rollout_ref.actor.optim.betas"
+BETAS = (f"{OPTIM}.betas", f"{CRITIC_OPTIM}.betas")
 
 
 def check_each(config: DictConfig) -> None:
@@ -182,18 +212,19 @@ def check_each(config: DictConfig) -> None:
             value = getattr(node, name)
             if value is not None and not allowed.holds(value):
                 raise UsageError("DPA851", f"{section}.{name} is {value}.", str(allowed))
-    betas = list(value_of(config, BETAS))
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise UsageError(
-            "DPA851", f"{BETAS} is {betas}.", "Give two numbers from 0 to below 1: [0.9, 0.999]."
-        )
+    for key in BETAS:
+        betas = list(value_of(config, key))
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise UsageError(
+                "DPA851", f"{key} is {betas}.", "Give two numbers from 0 to below 1: [0.9, 0.999]."
+            )
 
 
 def taken(key: str) -> str:
     """What a dotted key takes, for a table; "" where only its type says."""
     if key in CHOICES:
         return ", ".join((*CHOICES[key], *(("null",) if key in MAY_BE_NULL else ())))
-    if key == BETAS:
+    if key in BETAS:
         return "two numbers, >= 0, < 1"
     section, _, name = key.rpartition(".")
     allowed = RANGES.get(section, {}).get(name)

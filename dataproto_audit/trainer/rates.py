@@ -84,39 +84,43 @@ class RateSchedule:
         share = done if self.incr_style == "linear" else _cosine(done)
         return self.start_weight_decay + share * (self.weight_decay - self.start_weight_decay)
 
-    def check(self) -> None:
+    def check(self, *, key: str = KEY) -> None:
         """Raise DPA851 for numbers that Megatron's scheduler would stop at, by an assertion or
-        later; the names of the styles are taken for right."""
+        later; the names of the styles are taken for right. ``key`` is that of the section."""
         if self.style == "WSD":
             longest = self.decay_steps - self.warmup_steps
             if not 1 <= (self.wsd_steps or 0) <= longest:
                 raise _wrong(
+                    key,
                     "lr_wsd_decay_steps",
                     f"{self.wsd_steps}: the last part of WSD has 1 to {longest} updates",
                     "It lies between the warm-up and lr_decay_steps.",
                 )
         if not self.warmup_steps < self.decay_steps:
             raise _wrong(
+                key,
                 "lr_warmup_steps",
                 f"{self.warmup_steps}, lr_decay_steps {self.decay_steps}",
                 "Make the warm-up shorter than the schedule.",
             )
         for name, value in (("min_lr", self.min_lr), ("lr_warmup_init", self.init_lr)):
             if value > self.lr:
-                raise _wrong(name, f"{value}, above lr {self.lr}", "Lower it, or raise lr.")
+                raise _wrong(key, name, f"{value}, above lr {self.lr}", "Lower it, or raise lr.")
         if self.start_weight_decay > self.weight_decay:
             raise _wrong(
+                key,
                 "start_weight_decay",
                 f"{self.start_weight_decay}, above weight_decay {self.weight_decay}",
                 "Megatron's weight decay rises only.",
             )
         if self.incr_style == "constant" and self.start_weight_decay != self.weight_decay:
             raise _wrong(
+                key,
                 "start_weight_decay",
                 f"{self.start_weight_decay}, but weight_decay_incr_style is constant",
                 "Choose linear or cosine, or leave it null.",
             )
 
 
-def _wrong(name: str, what: str, remedy: str) -> UsageError:
-    return UsageError("DPA851", f"{KEY}.{name} is {what}.", remedy)
+def _wrong(key: str, name: str, what: str, remedy: str) -> UsageError:
+    return UsageError("DPA851", f"{key}.{name} is {what}.", remedy)

@@ -21,6 +21,7 @@ from dataproto_audit.dump.run_folder import (
     run_files,
 )
 from dataproto_audit.trainer.backends.checkpoint import latest, read_index, verify_files
+from dataproto_audit.trainer.workers.spec import with_critic
 
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
@@ -138,6 +139,13 @@ def _checked(config: DictConfig, path: Path, step: int) -> Resumed:
             "DPA804",
             f"the checkpoint {path} was not written by train: its index lacks data and rewards.",
             "Resume from one that was.",
+        )
+    if with_critic(config) and "critic_strategy" not in index.layout:
+        raise UsageError(
+            "DPA804",
+            f"the checkpoint {path} holds no critic, which algorithm.adv_estimator="
+            f"{config.algorithm.adv_estimator} needs.",
+            "Go on with the estimator that wrote it, or start the run again.",
         )
     verify_files(path, index.files)
     return Resumed(path, index.step, extra)

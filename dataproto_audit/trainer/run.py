@@ -40,7 +40,7 @@ from dataproto_audit.trainer.validate import data_parallel_size, world_size
 from dataproto_audit.trainer.workers import hang
 from dataproto_audit.trainer.workers.cluster import cluster, ray_options
 from dataproto_audit.trainer.workers.group import WorkerGroup
-from dataproto_audit.trainer.workers.spec import worker_spec
+from dataproto_audit.trainer.workers.spec import strategy_of, with_critic, worker_spec
 
 log = logging.getLogger("dataproto_audit")
 
@@ -169,9 +169,23 @@ def plan(config: DictConfig) -> dict[str, Any]:
         "rows_per_mini_batch_and_rank": mini // chunks,
         "engine": roles.rollout.name,
         "stages": list(stages_of(config)),
+        **({"critic": _critic_plan(config)} if with_critic(config) else {}),
         "steps": config.trainer.total_training_steps,
         "resumes_after": prepared.place.checkpoint.step if prepared.place.checkpoint else None,
         "audit": {"level": config.audit.level, "on_fail": config.audit.on_fail},
+    }
+
+
+def _critic_plan(config: DictConfig) -> dict[str, Any]:
+    """What the critic of a run would do."""
+    spec = worker_spec(config, model_path="")
+    assert spec.critic is not None, "asked for with a critic only"
+    rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+    update = spec.critic.update
+    return {
+        "strategy": strategy_of(spec, "critic"),
+        "mini_batches_per_step": rows // update.mini_batch_size * update.epochs,
+        "steps_before_the_policy_learns": max(0, config.trainer.critic_warmup - 1),
     }
 
 

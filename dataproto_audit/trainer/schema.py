@@ -7,6 +7,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from dataproto_audit.trainer.schema_critic import CriticConfig, KlCtrlConfig
+from dataproto_audit.trainer.schema_megatron import MegatronConfig, RoleMegatronConfig
 from dataproto_audit.trainer.schema_optim import OptimConfig
 
 
@@ -113,39 +115,6 @@ class FsdpConfig:
 
 
 @dataclass
-class MegatronConfig:
-    """How Megatron-core spreads the model over ranks; what is left is data parallel."""
-
-    tensor_model_parallel_size: int = 1
-    """Ranks that share each layer's matrices."""
-    pipeline_model_parallel_size: int = 1
-    """Stages that the layers are cut into."""
-    virtual_pipeline_model_parallel_size: int | None = None
-    """Interleaved parts of each stage; null for one."""
-    context_parallel_size: int = 1
-    """Ranks that share each row's tokens."""
-    sequence_parallel: bool = False
-    """Share the activations between matrices over the tensor-parallel ranks, too."""
-    use_distributed_optimizer: bool = True
-    """Cut the optimizer's state over data-parallel ranks."""
-    recompute_granularity: str | None = None
-    """Recompute activations in the backward pass: `full`, `selective` or null."""
-
-
-@dataclass
-class RefMegatronConfig:
-    """The reference's layout; null takes the actor's."""
-
-    tensor_model_parallel_size: int | None = None
-    pipeline_model_parallel_size: int | None = None
-    virtual_pipeline_model_parallel_size: int | None = None
-    context_parallel_size: int | None = None
-    sequence_parallel: bool | None = None
-    use_distributed_optimizer: bool | None = None
-    recompute_granularity: str | None = None
-
-
-@dataclass
 class ActorConfig:
     """The policy update. Mini-batch sizes count prompts, micro-batch sizes rows, as in verl."""
 
@@ -196,7 +165,7 @@ class RefConfig:
 
     strategy: str | None = None
     """Engine of the reference; null takes the actor's."""
-    megatron: RefMegatronConfig = field(default_factory=RefMegatronConfig)
+    megatron: RoleMegatronConfig = field(default_factory=RoleMegatronConfig)
     log_prob_micro_batch_size_per_gpu: int | None = None
     """Rows of one forward pass of a rank."""
     log_prob_use_dynamic_bsz: bool = False
@@ -266,12 +235,21 @@ class ActorRolloutRefConfig:
 
 @dataclass
 class AlgorithmConfig:
-    """The advantage estimator."""
+    """The advantage estimator, and a KL penalty in the rewards."""
 
     adv_estimator: str = "grpo"
-    """How rewards become advantages."""
+    """How rewards become advantages; `gae` trains a critic."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide by the group's standard deviation (off: Dr. GRPO)."""
+    gamma: float = 1.0
+    """Discount of later rewards, with `gae`."""
+    lam: float = 1.0
+    """Weight of later errors of the values, with `gae`."""
+    use_kl_in_reward: bool = False
+    """Take the KL to the reference model off the rewards."""
+    kl_penalty: str = "kl"
+    """Estimator of that KL."""
+    kl_ctrl: KlCtrlConfig = field(default_factory=KlCtrlConfig)
 
 
 @dataclass
@@ -327,6 +305,8 @@ class TrainerConfig:
     """Replace a run that is in the folder."""
     save_freq: int = -1
     """Steps between checkpoints; -1 for none."""
+    critic_warmup: int = 0
+    """First step that trains the policy; until then only the critic learns."""
     test_freq: int = -1
     """Steps between validations; -1 for none."""
     val_before_train: bool = False
@@ -365,6 +345,7 @@ class Config:
 
     data: DataConfig = field(default_factory=DataConfig)
     actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)

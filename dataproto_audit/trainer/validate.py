@@ -12,22 +12,12 @@ from dataproto_audit.codes import UsageError
 from dataproto_audit.dump.retention import Retention
 from dataproto_audit.trainer.backends.megatron.layout import check_ranks
 from dataproto_audit.trainer.backends.megatron.options import options_from
+from dataproto_audit.trainer.critic import check_critic, check_limit
 from dataproto_audit.trainer.ranges import check_each
+from dataproto_audit.trainer.rate_keys import check_rates
 from dataproto_audit.trainer.rates import KEY as OPTIM
-from dataproto_audit.trainer.schema_optim import OptimConfig
-from dataproto_audit.trainer.workers.spec import rate_schedule
 
 GROUP_RELATIVE = ("grpo",)
-OF_SCHEDULE = (
-    "lr_decay_steps",
-    "lr_warmup_init",
-    "min_lr",
-    "lr_wsd_decay_style",
-    "lr_wsd_decay_steps",
-    "weight_decay_incr_style",
-    "start_weight_decay",
-)
-"""Keys of ``actor.optim`` that only a schedule reads."""
 
 
 def validate(config: DictConfig) -> None:
@@ -45,10 +35,11 @@ def validate(config: DictConfig) -> None:
     _files(config.data)
     _groups(config)
     _fsdp(config)
-    _rates(config)
+    check_rates(config.actor_rollout_ref.actor.optim, config.trainer, key=OPTIM)
     _divisible(config)
     _token_limits(config)
     _lengths(config)
+    check_critic(config, world_size=world_size(config))
     _resume(config)
 
 
@@ -66,22 +57,6 @@ def data_parallel_size(config: DictConfig) -> int:
     else:
         together = int(actor.ulysses_sequence_parallel_size)
     return max(1, world_size(config) // together)
-
-
-def _rates(config: DictConfig) -> None:
-    schedule = rate_schedule(config)
-    if schedule is not None:
-        schedule.check()
-        return
-    optim, defaults = config.actor_rollout_ref.actor.optim, OptimConfig()
-    idle = [key for key in OF_SCHEDULE if optim[key] != getattr(defaults, key)]
-    if idle:
-        given = ", ".join(f"{key}={optim[key]}" for key in idle)
-        raise UsageError(
-            "DPA851",
-            f"{OPTIM}.lr_decay_style is null, so {given} would do nothing.",
-            f"Choose {OPTIM}.lr_decay_style, or leave the rest as it comes.",
-        )
 
 
 def _one_machine(config: DictConfig) -> None:
@@ -146,7 +121,7 @@ def _groups(config: DictConfig) -> None:
 
 def _fsdp(config: DictConfig) -> None:
     roles = config.actor_rollout_ref
-    if roles.actor.strategy != "fsdp2" and roles.ref.strategy != "fsdp2":
+    if "fsdp2" not in (roles.actor.strategy, roles.ref.strategy, config.critic.strategy):
         return
     from dataproto_audit.trainer.backends.device import training_device
     from dataproto_audit.trainer.backends.fsdp_limits import check_layout
@@ -203,7 +178,6 @@ def _divisible(config: DictConfig) -> None:
 
 
 def _token_limits(config: DictConfig) -> None:
-    longest = config.data.max_prompt_length + config.data.max_response_length
     roles = config.actor_rollout_ref
     for key, on, limit in (
         ("actor.ppo_max_token_len_per_gpu", roles.actor.use_dynamic_bsz,
@@ -213,17 +187,8 @@ def _token_limits(config: DictConfig) -> None:
         ("ref.log_prob_max_token_len_per_gpu", roles.ref.log_prob_use_dynamic_bsz,
          roles.ref.log_prob_max_token_len_per_gpu),
     ):  # fmt: skip
-        if not on:
-            continue
-        if limit is None:
-            raise UsageError("DPA851", f"{key} is not set.", "Dynamic micro-batches need a limit.")
-        if limit < longest:
-            raise UsageError(
-                "DPA856",
-                f"{key}={limit} is below the longest possible row of {longest} tokens "
-                f"(max_prompt_length + max_response_length).",
-                f"Set it to {longest} or more; a row cannot be split.",
-            )
+        if on:
+            check_limit(key, limit, config.data)
 
 
 def _lengths(config: DictConfig) -> None:

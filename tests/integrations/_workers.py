@@ -23,9 +23,12 @@ from dataproto_audit.integrations.verl_workers import Workers
 from dataproto_audit.integrations.worker_record import Place
 from dataproto_audit.protocol import DataProto
 from dataproto_audit.reference.losses import policy_loss
+from dataproto_audit.reference.values import value_loss
 
+CLIP = 0.5
+"""Of the critic's values."""
 ROWS, PROMPT, RESPONSE = 8, 4, 6
-CODES = {"DPA501", "DPA502", "DPA503", *(f"DPA70{n}" for n in range(1, 7))}
+CODES = {"DPA501", "DPA502", "DPA503", "DPA505", "DPA506", *(f"DPA70{n}" for n in range(1, 7))}
 SETTINGS = Settings(
     loss_agg_mode="token-mean", clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0,
     use_kl_loss=False, entropy_coeff=0.0, trainer_dtype="float32",
@@ -101,6 +104,18 @@ def engine_loss(out: Any, micro: Jagged) -> torch.Tensor:
     return loss * float(mask.sum()) / micro["batch_num_tokens"] * micro["dp_size"]
 
 
+def critic_loss(out: Any, micro: Jagged, *, local: bool = False) -> torch.Tensor:
+    """This micro-batch's part of the value loss of the mini-batch, for a mean over ranks, or
+    (``local``) its own mean, as in 0.7.1."""
+    widths = verl_workers_engine.response_lengths(micro)
+    rows = verl_workers_engine.responses_of(out["values"], widths)
+    values = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).requires_grad_()
+    fields = [micro[name][:, : values.shape[1]] for name in ("values", "returns", "response_mask")]
+    loss = value_loss(values, *fields, clip=CLIP)
+    share = float(fields[-1].sum()) / micro["batch_num_tokens"] * micro["dp_size"]
+    return loss * (1.0 if local else share)
+
+
 def actor_config(**changes: Any) -> SimpleNamespace:
     """Settings of the legacy actors."""
     known = {
@@ -113,8 +128,11 @@ def actor_config(**changes: Any) -> SimpleNamespace:
 META = {"use_dynamic_bsz": False, "micro_batch_size": 2, "max_token_len": 20, "temperature": 1.0}
 
 
-def call(kind: str, stage: str, config: SimpleNamespace, change: Any = None) -> Any:
-    """``run(batch)``: one rank's stage; ``change`` may bend its worker beforehand."""
+def call(
+    kind: str, stage: str, config: SimpleNamespace, change: Any = None, *, by_name: bool = False
+) -> Any:  # fmt: skip
+    """``run(batch)``: one rank's stage; ``change`` may bend its worker beforehand; ``by_name``: it
+    is handed the names of its rows, as V1's critic is."""
     worker: Any
     if kind in ("legacy", "megatron"):
         name = {"legacy": "dp_actor", "megatron": "megatron_actor"}[kind]
@@ -126,8 +144,14 @@ def call(kind: str, stage: str, config: SimpleNamespace, change: Any = None) -> 
         folder = kind.removeprefix("engine-")
         module = importlib.import_module(f"verl.workers.engine.{folder}.transformer_impl")
         workers = importlib.import_module("verl.workers.engine_workers")
-        bent = module.FSDPEngineWithLMHead() if folder == "fsdp" else module.MegatronEngine()
-        worker = workers.TrainingWorker(bent, engine_loss, forward_only=stage == "ref_log_prob")
+        critic = stage == "update_critic"
+        head = "ValueHead" if critic else "LMHead"
+        made = getattr(module, f"FSDPEngineWith{head}" if folder == "fsdp" else "MegatronEngine")
+        bent = made()
+        worker = workers.TrainingWorker(
+            bent, critic_loss if critic else engine_loss, forward_only=stage == "ref_log_prob",
+            model_type="value_model" if critic else "language_model",
+        )  # fmt: skip
     if change is not None:
         change(bent)
 
@@ -139,7 +163,8 @@ def call(kind: str, stage: str, config: SimpleNamespace, change: Any = None) -> 
                 micro_batch_size_per_gpu=config.ppo_micro_batch_size_per_gpu,
                 mini_batch_size=config.ppo_mini_batch_size,
             )  # fmt: skip
-            (worker.train_mini_batch if stage == "update_actor" else worker.infer_batch)(data)
+            given = SimpleNamespace(fetch=lambda: data) if by_name else data
+            (worker.train_mini_batch if stage.startswith("update") else worker.infer_batch)(given)
         elif stage != "update_actor":
             batch.meta_info.update(META, use_dynamic_bsz=config.use_dynamic_bsz)
             worker.compute_log_prob(batch)
@@ -187,12 +212,13 @@ def hooked(options: Options) -> Iterator[Workers]:
 def stage_of(
     kind: str, stage: str, tmp_path: Path, patch: pytest.MonkeyPatch, *, ranks: int = 2,
     config: SimpleNamespace | None = None, change: Callable[[int, Any], None] | None = None,
-    batch: DataProto | None = None, actor: dict[str, Any] | None = None, **options: Any,
+    batch: DataProto | None = None, actor: dict[str, Any] | None = None,
+    more: dict[str, Any] | None = None, by_name: bool = False, **options: Any,
 ) -> Told:  # fmt: skip
     """Run ``stage`` on ``ranks`` ranks one after the other, and audit it."""
     batch = batch_of() if batch is None else batch
     chosen = Options(run_dir=str(tmp_path / "run"), workers=True, hang_timeout_s=0, **options)
-    told = RankEvidence(chosen, {"actor_rollout_ref": {"actor": actor or {}}})
+    told = RankEvidence(chosen, {"actor_rollout_ref": {"actor": actor or {}}, **(more or {})})
     with hooked(chosen):
         told.enter(stage, looks=True)
         for rank, part in enumerate(batch.chunk(ranks)):
@@ -213,7 +239,7 @@ def stage_of(
                 if change is not None:
                     change(rank, worker)
 
-            call(kind, stage, config or actor_config(), bend)(part)
+            call(kind, stage, config or actor_config(), bend, by_name=by_name)(part)
         evidence, tensors = told.leave(stage, batch)
     told.finish()
     auditor = Auditor(SETTINGS, on_fail="record")

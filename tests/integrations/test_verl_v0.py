@@ -6,9 +6,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from dataproto_audit import attach, open_run
 from dataproto_audit.integrations import verl_versions
+from dataproto_audit.protocol import DataProto
 from dataproto_audit.testing.options import Options
 
 from .conftest import make
@@ -57,6 +59,7 @@ def test_every_boundary_is_seen_and_healthy_runs_are_quiet(
     assert run.summary["findings"] == {"fail": 0, "warn": 0, "info": 0}
     assert run.summary["switched_off"] == {}
     assert run.summary["not_hooked"] == []
+    assert run.summary["unseen"] == []
     assert run.summary["steps"] == 2
     assert 0 < run.summary["audit_cpu_share"] <= 1
     assert run.summary["audit_cpu_s"] < run.summary["run_cpu_s"]
@@ -108,8 +111,6 @@ def test_an_untried_version_gets_structure_checks_only(
 def test_remax_sends_greedy_rows_along(verl: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """0.9.1: one call for sampled and greedy rows; only the sampled ones are the rollout."""
     import numpy as np
-
-    from dataproto_audit.protocol import DataProto
 
     monkeypatch.setattr(verl_versions, "installed", lambda: "0.9.1")
     trainer = make(verl)
@@ -163,6 +164,32 @@ def test_a_second_greedy_call_is_no_rollout(verl: ModuleType) -> None:
     with attach(trainer, run_dir="run") as attached:
         trainer.fit()
     assert attached.observed["rollout.after"] == 1
+    assert attached.observed["union.after"] == 1
+    assert open_run("run").findings() == []
+
+
+def test_scores_of_a_greedy_rollout_are_no_union(verl: ModuleType) -> None:
+    """0.7.1: with a colocated reward model ReMax joins scores to its baseline, too (D4)."""
+    trainer = make(verl)
+    manager, asked = trainer.async_rollout_manager, []
+    sample = manager.generate_sequences
+
+    def generate(prompts: DataProto) -> DataProto:
+        asked.append(prompts)
+        return sample(prompts)
+
+    def asleep() -> None:
+        greedy = DataProto(non_tensor_batch=dict(asked[0].non_tensor_batch))
+        greedy.meta_info["do_sample"] = False
+        out = manager.generate_sequences(greedy)
+        own = DataProto.from_dict({"dummy_tensor": torch.zeros(len(out), 1)})
+        own.union(out).union(DataProto.from_dict({"more_scores": torch.zeros(len(out), 1)}))
+
+    manager.generate_sequences = generate
+    trainer.checkpoint_manager.sleep_replicas = asleep
+    with attach(trainer, run_dir="run") as attached:
+        trainer.fit()
+    assert len(asked) == 2
     assert attached.observed["union.after"] == 1
     assert open_run("run").findings() == []
 

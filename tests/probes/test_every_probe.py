@@ -54,6 +54,8 @@ SCENES: dict[str, Options] = {
     "importance_weights": Options(correction=True),
     "rollout_is_weights_finite": Options(correction=True),
     "values_finite": Options(critic=True),
+    "first_values": Options(critic=True),
+    "value_loss_recomputed": Options(critic=True),
     "returns_cross_gaps": Options(multi_turn=True, response_width=8),
 }
 """The healthy step at which a probe comes to a verdict, where the plain one has no such thing."""
@@ -129,8 +131,10 @@ def test_every_probe_has_failed(name: str) -> None:
     ("name", "stage"), [(name, stage) for name in CHECKED for stage in PROBES[name].stages]
 )
 def test_every_probe_runs_at_all_its_stages(name: str, stage: str) -> None:
-    past = HISTORY if stage == AT_END else PAST
-    outcome = audit(SCENES.get(name, PLAIN), until=stage, history=past).outcome(name, stage)
+    past, scene = HISTORY if stage == AT_END else PAST, SCENES.get(name, PLAIN)
+    if stage in ("values", "update_critic"):
+        scene = replace(scene, critic=True)
+    outcome = audit(scene, until=stage, history=past).outcome(name, stage)
     spikes = name.endswith("_spike")
     assert outcome.kind == ("not_checkable" if spikes else "passed")
 

@@ -384,6 +384,27 @@ def test_sapo_gates_by_the_sign_of_the_advantage() -> None:
     assert other["pg_loss"] == pytest.approx(-1.5 * 2 / (1 + math.exp(-0.6)))
 
 
+def test_geo_mean_clips_tokens_and_takes_one_loss_of_a_row() -> None:
+    log_ratios = torch.tensor([[0.1, 0.9, 9.0], [-0.9, 0.4, 0.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 0], [1, 1, 0]])
+    advantages = torch.tensor([[1.0, 2.0, 5.0], [-2.0, -2.0, -2.0]])
+    weights = torch.tensor([[0.5, 2.0, 7.0], [0.5, 0.5, 0.0]])
+    how = {"clip_ratio_low": 0.3, "clip_ratio_high": 0.5, "loss_mode": "geo_mean",
+           "clip_ratio_c": 1.1}  # fmt: skip
+    zeros = torch.zeros(2, 3)
+    first = -1.5 * math.exp((0.1 + 0.5) / 2)  # a gain is bounded, in logarithms
+    second = 2 * math.exp((-0.3 + 0.4) / 2)  # for A < 0 from below only
+    plain = policy_loss(log_ratios, zeros, advantages, mask, **how)  # type: ignore[arg-type]
+    assert plain["pg_loss"].item() == pytest.approx((first + second) / 2)
+    assert plain["pg_clipfrac"].item() == pytest.approx(2 / 4)
+    weighted = policy_loss(
+        log_ratios, zeros, advantages, mask, rollout_is_weights=weights,
+        loss_agg_mode="seq-mean-token-sum", **how,
+    )  # type: ignore[arg-type]  # fmt: skip
+    assert weighted["pg_loss"].item() == pytest.approx(2 * (first * 1.0 + second * 0.5) / 2)
+    assert plain["pg_clipfrac_lower"] == 0
+
+
 def test_another_policy_loss_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown loss_mode 'cispo'; known: vanilla, gspo, sapo"):
+    with pytest.raises(ValueError, match=r"unknown loss_mode 'cispo'; known: .*sapo, geo_mean"):
         _loss_of_ratio(1.0, 1.0, loss_mode="cispo")

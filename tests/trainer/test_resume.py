@@ -138,6 +138,11 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path, extra):
     refused(configured(tmp_path), "DPA804", "not written by train")
 
 
+def test_a_checkpoint_without_a_critic_is_refused_where_one_is_needed(ended):
+    config = configured(ended, "algorithm.adv_estimator=gae")
+    refused(config, "DPA804", "holds no critic", "adv_estimator=gae")
+
+
 @pytest.mark.parametrize("name", ["checkpoints/step_000001", "model/weights"])
 def test_folders_of_our_names_without_a_run_are_not_written_over(tmp_path, name):
     (tmp_path / name).mkdir(parents=True)

@@ -41,7 +41,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
         ([f"{ROLLOUT}.temperature=0"], "DPA851", ["val_kwargs.temperature"]),
         (["trainer.total_training_steps=0"], "DPA851", ["positive"]),
         (["trainer.resume_mode=path"], "DPA851", ["resume_from_path"]),
-        (["algorithm.adv_estimator=gae"], "DPA851", ["grpo"]),
+        (["algorithm.adv_estimator=rloo"], "DPA851", ["grpo", "gae"]),
     ],
 )
 def test_what_cannot_work_is_refused_with_names_and_numbers(overrides, code, fragments):

@@ -37,11 +37,11 @@ def seen_in_v1(*stages: str) -> set[str]:
     return boundaries(*stages) - {*STEP, "reward.before"} | V1_STEP
 
 
-def made(version: str, factory: pytest.TempPathFactory) -> Path:
+def made(version: str, factory: pytest.TempPathFactory, *how: str) -> Path:
     """Model and data, in a folder of their own."""
     assert python(version).exists(), "run `make test-verl`, which makes the environment"
     folder = factory.mktemp(f"toy-{version}-")
-    toy(version, folder)
+    toy(version, folder, *how)
     return folder
 
 
@@ -62,16 +62,17 @@ def healthy(
     sent = observed["sync_weights.after"] - summary["steps"]
     assert sent == ("rollout.before" in observed)  # V1 sends before ``fit`` begins
     assert summary["not_hooked"] == []
+    assert summary["unseen"] == []
     assert summary["switched_off"] == {}
     assert summary["verl"] == version
     assert 0 < summary["audit_cpu_s"] < summary["run_cpu_s"]
     assert "audit/boundaries" in done.log
 
 
-def passed(folder: Path) -> set[str]:
-    """Codes that passed in the update of every step of two."""
+def passed(folder: Path, stage: str = "update_actor") -> set[str]:
+    """Codes that passed in this update of every step of two."""
     outcomes = open_run(folder).table("outcomes")
-    update = outcomes[outcomes["stage"] == "update_actor"]
+    update = outcomes[outcomes["stage"] == stage]
     good = update[update["kind"] == "passed"].groupby("code")["step"].nunique()
     return set(good[good == 2].index)
 

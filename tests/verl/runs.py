@@ -50,9 +50,9 @@ def python(version: str) -> Path:
     return ROOT / ".venvs" / f"verl-{version}" / "bin" / "python"
 
 
-def toy(version: str, folder: Path) -> None:
+def toy(version: str, folder: Path, *how: str) -> None:
     """Model and data, made with the libraries of that environment."""
-    command = [str(python(version)), str(HELPERS / "toy.py"), str(folder)]
+    command = [str(python(version)), str(HELPERS / "toy.py"), str(folder), *how]
     subprocess.run(command, check=True, env=_environ(), capture_output=True)
 
 
@@ -65,6 +65,7 @@ def run(
     modules += ["seeded_faults"] if "SEEDED" in environ else []
     modules += ["worker_faults"] if "WORKER_FAULTS" in environ else []
     modules += ["seeded_faults_v1"] if "SEEDED_V1" in environ else []
+    modules += ["colocated_scores"] if "COLOCATED" in environ else []
     modules += ["rows_in_order"] if "IN_ORDER" in environ else []
     modules += ["dataproto_audit.verl_plugin"] if audit else []
     places = (

@@ -14,7 +14,7 @@ import pytest
 
 from dataproto_audit.dump.trace import Trace
 
-from .configs import BYPASS, DYNAMIC_V1, GAE, LEGACY, TOOLS, V0, V1, VALIDATES
+from .configs import BYPASS, CORRECTION, DYNAMIC_V1, GAE, LEGACY, TOOLS, V0, V1, VALIDATES
 from .looks import (
     BY_ROWS,
     CRITIC,
@@ -112,9 +112,10 @@ def test_an_agent_with_tools_is_healthy_until_their_tokens_are_trained(
 
 @pytest.mark.parametrize(
     ("overrides", "stages"),
-    [((*V1, *GAE, *DYNAMIC_V1), CRITIC), ((*V1, *BYPASS), GRPO)],
-    ids=["0.9.1-v1-gae-dynamic", "0.9.1-v1-bypass"],
-)
+    [((*V1, *GAE, *DYNAMIC_V1), CRITIC), ((*V1, *BYPASS), GRPO),
+     ((*V1, *TOOLS, *CORRECTION), GRPO)],
+    ids=["0.9.1-v1-gae-dynamic", "0.9.1-v1-bypass", "0.9.1-v1-tools-correction"],
+)  # fmt: skip
 def test_the_v1_trainer_is_seen_and_healthy(
     overrides: tuple[str, ...],
     stages: tuple[str, ...],
@@ -122,12 +123,16 @@ def test_the_v1_trainer_is_seen_and_healthy(
     call: Any,
 ) -> None:
     folder = made("0.9.1", tmp_path_factory)
-    critic = (f"critic.model.path={folder}/model",) if stages is CRITIC else ()
+    trains = stages is CRITIC
+    critic = (f"critic.model.path={folder}/model",) if trains else ()
     done = run(
         "0.9.1", folder, *VALIDATES, *overrides, *critic,
         DATAPROTO_AUDIT_RUN_DIR=str(folder / "run"), DATAPROTO_AUDIT_TRACE="all",
+        DATAPROTO_AUDIT_WORKERS=str(int(trains)),
     )  # fmt: skip
     healthy(folder / "run", done, "0.9.1", seen_in_v1(*stages))
+    if trains:
+        assert passed(folder / "run", "update_critic") >= {"DPA505", "DPA506"}
     trace_is_healthy(folder / "run", call, 1, 2)
 
 

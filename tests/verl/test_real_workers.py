@@ -7,7 +7,7 @@ import pytest
 
 from dataproto_audit import open_run
 
-from .configs import CORRECTION, ENGINE, FP32, QUIET, TWO, V0, V1_FSDP2, VALIDATES
+from .configs import BYPASS, CORRECTION, ENGINE, FP32, QUIET, TWO, V0, V1_FSDP2, VALIDATES
 from .looks import (
     BY_ROWS,
     GRPO,
@@ -29,12 +29,13 @@ pytestmark = [pytest.mark.verl, pytest.mark.engine]
     ("version", "overrides", "unseen", "seen"),
     [
         ("0.7.1", CORRECTION, LEGACY_UNSEEN, boundaries),
+        ("0.7.1", BYPASS, LEGACY_UNSEEN, boundaries),
         ("0.7.1", ENGINE, PACKED, boundaries),
         ("0.9.1", (*V0, *FP32), BY_ROWS | PACKED, boundaries),
         ("0.9.1", ("trainer.use_v1=False",), BY_ROWS | {"DPA706"}, boundaries),
         ("0.9.1", V1_FSDP2, BY_ROWS | PACKED, seen_in_v1),
     ],
-    ids=["0.7.1-legacy-correction", "0.7.1-engine-dynamic", "0.9.1-v0-fp32",
+    ids=["0.7.1-legacy-correction", "0.7.1-legacy-bypass", "0.7.1-engine-dynamic", "0.9.1-v0-fp32",
          "0.9.1-v0-padded", "0.9.1-v1-fsdp2-two-processes"],
 )  # fmt: skip
 def test_workers_that_are_looked_into_are_healthy(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from beartype import beartype
-from jaxtyping import Float, Int, Shaped, jaxtyped
+from jaxtyping import Bool, Float, Int, Shaped, jaxtyped
 from torch import Tensor
 
 from dataproto_audit.codes import UsageError
@@ -96,3 +96,44 @@ def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     )
     advantages = scores[:, None] * inputs.response_mask.to(scores.dtype)
     return advantages, advantages
+
+
+@register("gae")
+def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation over trained tokens, whitened; returns before whitening.
+
+    ``A_t = r_t + gamma V_t' - V_t + gamma lam A_t'`` with ``t'`` the next trained token of the row,
+    behind the last one 0; ``returns = A + V``. Advantages are then shifted and scaled to mean 0 and
+    unbiased variance 1 over all trained tokens of the batch. Both are 0 off the mask (verl leaves
+    other numbers there). Source: arXiv 1506.02438. Needs ``values`` (DPA851 without).
+    """
+    if inputs.values is None:
+        raise UsageError("DPA851", "gae was given no values.", "Run a critic before it.")
+    gamma, lam = (float(inputs.options.get(name, 1.0)) for name in ("gamma", "lam"))
+    values, mask = inputs.values.double(), inputs.response_mask != 0
+    rewards = inputs.token_level_rewards.double()
+    raw = torch.zeros_like(values)
+    following, running = values.new_zeros(2, len(values))  # of the next trained token
+    for t in range(values.shape[1] - 1, -1, -1):
+        on = mask[:, t]
+        error = rewards[:, t] + gamma * following - values[:, t]
+        running = torch.where(on, error + gamma * lam * running, running)
+        following = torch.where(on, values[:, t], following)
+        raw[:, t] = torch.where(on, running, 0.0)
+    returns = torch.where(mask, raw + values, 0.0)
+    dtype = inputs.token_level_rewards.dtype
+    return whitened(raw, mask).to(dtype), returns.to(dtype)
+
+
+@jaxtyped(typechecker=beartype)
+def whitened(
+    values: Float[Tensor, "rows response"], mask: Bool[Tensor, "rows response"]
+) -> Float[Tensor, "rows response"]:
+    """``values`` less their mean, over the root of their unbiased variance plus 1e-8, on ``mask``;
+    0 off it. Fewer than two values are only shifted."""
+    chosen = values[mask]
+    if not chosen.numel():
+        return torch.zeros_like(values)
+    variance = chosen.var() if chosen.numel() > 1 else torch.ones((), dtype=values.dtype)
+    scaled = (values - chosen.mean()) * (variance + 1e-8).rsqrt()
+    return torch.where(mask, scaled, 0.0)

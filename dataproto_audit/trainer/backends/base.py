@@ -10,7 +10,7 @@ Suffix legend: ``_BT`` rows x (prompt + response), ``_BR`` rows x response.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,10 @@ class ModelSpec:
     def values(self) -> bool:
         """Whether this is a value model."""
         return self.head == "value"
+
+
+VALUE_HEAD = ("score.weight", "score.bias")
+"""Hugging Face names of a value head."""
 
 
 @dataclass(frozen=True)
@@ -269,9 +273,10 @@ class Backend(ABC):
             outputs.append(scored.detach())
         return outputs
 
-    def copy_weights(self, other: Backend) -> None:
-        """Take the weights of another engine. *Local* if it is of the same kind and layout;
-        otherwise every rank gets the whole model for a moment."""
+    def copy_weights(self, other: Backend, *, but: Collection[str] = ()) -> None:
+        """Take the weights of another engine, all that this one has ``but`` the named ones.
+        *Local* if it is of the same kind and layout; otherwise every rank gets the whole model for
+        a moment."""
         theirs = other.shards()
         whole: dict[str, Tensor] = {}
         if type(self) is not type(other):
@@ -283,6 +288,8 @@ class Backend(ABC):
             whole = shards.join(payloads)
         with torch.no_grad():
             for name, (piece, spec) in self.shards().items():
+                if name in but:
+                    continue
                 if whole:
                     shards.fill(piece, spec, whole[name])
                 else:

@@ -124,7 +124,7 @@ def read_index(folder: Path) -> Index:
         raise _unreadable(folder, f"{INDEX} lacks {error}") from error
     if index.layout.get("strategy") not in STRATEGIES or not files:
         raise _unreadable(folder, f"it is of layout {index.layout} and {len(files)} ranks")
-    engines = (index.layout["strategy"], index.layout.get("ref_strategy"))
+    engines = [index.layout.get(key) for key in ("strategy", "ref_strategy", "critic_strategy")]
     if "megatron" in engines and not index.layout.get(SEATS):
         raise UsageError(
             "DPA804",

@@ -13,8 +13,8 @@ from dataproto_audit.trainer.backends import shards
 from dataproto_audit.trainer.backends.base import Backend, OptimSpec
 from dataproto_audit.trainer.batching import Index
 from dataproto_audit.trainer.plans import MiniBatchPlan
-from dataproto_audit.trainer.workers.actor import make_backend
 from dataproto_audit.trainer.workers.critic import compute_values, train_values
+from dataproto_audit.trainer.workers.engines import make_backend
 from dataproto_audit.trainer.workers.spec import ValueLossOptions, WorkerSpec
 
 LOSS = ValueLossOptions(cliprange_value=0.5)

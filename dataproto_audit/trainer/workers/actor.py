@@ -1,4 +1,4 @@
-"""One training rank: actor and, if asked for, a frozen reference, in one process.
+"""One training rank: actor and, if asked for, a frozen reference and a critic, in one process.
 
 Methods take and return batches; the driver's group cuts and joins them. Nothing here asks a peer
 for counts: plans come with the call. Errors are raised as they are; the group stops the peers.
@@ -18,17 +18,18 @@ import torch
 from dataproto_audit.codes import UsageError
 from dataproto_audit.protocol import DataProto
 from dataproto_audit.trainer.backends import shards as pieces
-from dataproto_audit.trainer.backends.base import Backend, OptimSpec
+from dataproto_audit.trainer.backends.base import VALUE_HEAD, Backend, OptimSpec
 from dataproto_audit.trainer.backends.checkpoint import RankFile, read_rank_file, write_rank_file
 from dataproto_audit.trainer.backends.device import join_process_group
 from dataproto_audit.trainer.backends.shards import ShardPayload
 from dataproto_audit.trainer.batching import Index
 from dataproto_audit.trainer.plans import MiniBatchPlan
-from dataproto_audit.trainer.workers import hang
+from dataproto_audit.trainer.workers import critic, hang
 from dataproto_audit.trainer.workers.dispatch import Place
+from dataproto_audit.trainer.workers.engines import make_backend
 from dataproto_audit.trainer.workers.inputs import micro_batch, scatter, token_counts
 from dataproto_audit.trainer.workers.reshard import read_files, under, whole_of_role
-from dataproto_audit.trainer.workers.spec import WorkerSpec, megatron_of, roles_of, strategy_of
+from dataproto_audit.trainer.workers.spec import WorkerSpec, roles_of, strategy_of
 from dataproto_audit.trainer.workers.update import (
     MiniBatchResult,
     train_mini_batch,
@@ -54,6 +55,7 @@ class TrainWorker:
         self._reference_moved = False
         self.actor: Backend
         self.reference: Backend | None = None
+        self.critic: Backend | None = None
         for module in self.imports:
             importlib.import_module(module)
         if "megatron" in {strategy_of(spec, role) for role in roles_of(spec)}:
@@ -82,11 +84,15 @@ class TrainWorker:
         self.actor = make_backend(self.spec, device=device, optim=self.spec.optim)
         if self.spec.with_reference:
             self.reference = make_backend(self.spec, device=device, optim=None, role="ref")
+        if self.spec.critic is not None:
+            optim = self.spec.critic.optim
+            self.critic = make_backend(self.spec, device=device, optim=optim, role="critic")
         return self.places()
 
     def places(self) -> dict[str, Place]:
         """This rank's part in batches, by role."""
-        engines = {"actor": self.actor, "ref": self.reference or self.actor}
+        held = {"ref": self.reference, "critic": self.critic}
+        engines = {"actor": self.actor, **{role: held[role] or self.actor for role in held}}
         return {
             role: Place(self.rank, engine.dp_rank, engine.dp_size, engine.collects)
             for role, engine in engines.items()
@@ -176,9 +182,45 @@ class TrainWorker:
         note["mini_batches"] = [mini.index for mini in plan for _ in mini.micro_batches]
         return DataProto.from_dict(tensors, meta_info={"rank": note, "steps": steps})
 
+    def compute_values(self, data: DataProto, micro_batches: Sequence[Index]) -> DataProto:
+        """``values`` f32[rows, response] of all rows by the critic, and this rank's note."""
+        started, backend = time.process_time(), self._valuing()
+        count = len(micro_batches)
+        values = critic.compute_values(
+            backend,
+            data.batch,
+            micro_batches,
+            before=lambda k: self._notebook.micro_batch(0, k, count),
+        )
+        note = self._note(data, [index.tolist() for index in micro_batches], started, backend)
+        return DataProto.from_dict({"values": values}, meta_info={"rank": note})
+
+    def update_critic(
+        self,
+        data: DataProto,
+        plan: Sequence[MiniBatchPlan],
+        lr: float,
+        weight_decay: float | None = None,
+    ) -> DataProto:
+        """As :meth:`update_actor`, for the critic: per row what :func:`.critic.update_values`
+        gives, and in ``meta_info`` this rank's note and shares of the value loss."""
+        started, backend = time.process_time(), self._valuing()
+        backend.set_rates(lr, weight_decay)
+        assert self.spec.critic is not None, "whoever holds a critic has its spec"
+        options, tell = self.spec.critic.loss, self._notebook.micro_batch
+        tensors, steps = critic.update_values(
+            backend, data.batch, plan, options=options, before=tell
+        )
+        micros = [(mini.index, index.tolist()) for mini in plan for index in mini.micro_batches]
+        note = self._note(data, [rows for _, rows in micros], started, backend)
+        note["mini_batches"] = [number for number, _ in micros]
+        steps = [{**step, "lr": lr} for step in steps]
+        return DataProto.from_dict(tensors, meta_info={"rank": note, "steps": steps})
+
     def warmup(self, data: DataProto, plan: Sequence[MiniBatchPlan], lr: float) -> list[float]:
-        """Supervised steps with a fresh AdamW at ``lr``; then the reference takes the weights and
-        the optimizer starts over. Returns this rank's share of the loss of each step."""
+        """Supervised steps with a fresh AdamW at ``lr``; then the reference takes the weights, the
+        critic all but its head, and the optimizer starts over. Returns this rank's share of the
+        loss of each step."""
         self.actor.reset_optimizer(OptimSpec(lr=lr, weight_decay=0.0, grad_clip=0.0))
         shares = []
         for mini in plan:
@@ -197,6 +239,8 @@ class TrainWorker:
         if self.reference is not None:
             self.reference.copy_weights(self.actor)
             self._reference_moved = True
+        if self.critic is not None:
+            self.critic.copy_weights(self.actor, but=VALUE_HEAD)
         return shares
 
     def export_weights(self, checksums: bool = False) -> tuple[dict[str, Any], ShardPayload]:
@@ -233,6 +277,8 @@ class TrainWorker:
         if self.reference is not None and self._reference_moved:
             state = self.reference.state()
             tensors |= {f"ref/{key}": value for key, value in state.items()}
+        if self.critic is not None:
+            tensors |= {f"critic/{key}": value for key, value in self.critic.state().items()}
         tensors["rng/cpu"] = torch.get_rng_state()
         if self.actor.device.type == "cuda":
             tensors["rng/cuda"] = torch.cuda.get_rng_state()
@@ -247,6 +293,8 @@ class TrainWorker:
         if self.reference is not None and reference:
             self.reference.load_state(reference)
             self._reference_moved = True
+        if self.critic is not None:
+            self.critic.load_state(under("critic/", tensors))
         return self._take_rest(tensors)
 
     def load_resharded(
@@ -257,7 +305,8 @@ class TrainWorker:
         Weights and moments are exact; the random state is that of one of the old ranks.
         """
         files, model = read_files(Path(folder), entries), Path(self.spec.model.path)
-        for role, backend in (("actor", self.actor), ("ref", self.reference)):
+        held = (("actor", self.actor), ("ref", self.reference), ("critic", self.critic))
+        for role, backend in held:
             whole = whole_of_role(files, role, layout, model=model) if backend else None
             if backend is not None and whole is not None:
                 backend.load_state(backend.state_from(whole))
@@ -279,6 +328,14 @@ class TrainWorker:
                 "Set actor.use_kl_loss=true.",
             )
         return self.reference
+
+    def _valuing(self) -> Backend:
+        if self.critic is None:
+            raise UsageError(
+                "DPA851", "values were asked for, but there is no critic.",
+                "Set algorithm.adv_estimator=gae.",
+            )  # fmt: skip
+        return self.critic
 
     def _note(
         self,
@@ -306,31 +363,6 @@ class TrainWorker:
             **({"packed": packed} if packed else {}),
             **({} if bubble is None else {"bubble": bubble}),
         }
-
-
-def make_backend(
-    spec: WorkerSpec, *, device: torch.device, optim: OptimSpec | None, role: str = "actor"
-) -> Backend:
-    """The engine that the strategy of ``role`` names; raises DPA851 for an unknown one."""
-    strategy = strategy_of(spec, role)
-    if strategy == "megatron":
-        from dataproto_audit.trainer.backends.megatron.backend import MegatronBackend
-
-        return MegatronBackend(
-            spec.model,
-            device=device,
-            optim=optim,
-            options=megatron_of(spec, role),
-            timeout_s=spec.collective_timeout_s,
-            seed=spec.seed,
-        )
-    if strategy in ("fsdp", "fsdp2"):
-        from dataproto_audit.trainer.backends.fsdp import FSDPBackend
-
-        return FSDPBackend(spec.model, device=device, optim=optim, options=spec.fsdp)
-    raise UsageError(
-        "DPA851", f"unknown {role}.strategy {strategy!r}.", "Choose fsdp2 or megatron."
-    )
 
 
 def _fill(tensors: dict[str, torch.Tensor], mini: MiniBatchPlan, result: MiniBatchResult) -> None:

@@ -1,13 +1,13 @@
-"""A value model's two jobs on one rank: scoring rows, and one mini-batch of its update.
+"""A value model's jobs on one rank: scoring rows, one mini-batch of its update, all of them.
 
-The backend must have been built with ``ModelSpec(head="value")``. Not wired into the loop: no role
-of a run is a critic yet, and advantages come from groups.
+The backend must have been built with ``ModelSpec(head="value")``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,13 +20,17 @@ from dataproto_audit.trainer.plans import MiniBatchPlan
 from dataproto_audit.trainer.workers.inputs import micro_batch, scatter
 from dataproto_audit.trainer.workers.spec import ValueLossOptions
 
+VALUE_TERMS = ("vf_loss", "vf_clipfrac", "vpred_mean")
+"""The value loss, the fraction of tokens whose value is held, and the mean value."""
+
 
 @dataclass(frozen=True)
 class ValueResult:
-    """This rank's shares of the value loss and of the clipped fraction, and the gradient norm."""
+    """What a rank did with one mini-batch: ``outputs`` belong to ``plan.micro_batches`` and were
+    computed before the optimizer step, ``sums`` are this rank's shares of :data:`VALUE_TERMS`."""
 
-    vf_loss: float
-    vf_clipfrac: float
+    outputs: list[TokenOutputs]
+    sums: dict[str, float]
     grad_norm: float
 
 
@@ -73,12 +77,51 @@ def train_values(
             outputs.values_BR, old_BR, returns_BR, clip=options.cliprange_value
         )
         share = (loss_BR * weights_BR).sum()
-        clipped = (clipped_BR * mask_BR).sum() / max(plan.counts.tokens, 1)
-        sums.append(torch.stack([share.detach(), clipped.to(share.dtype)]))
+        means_BR = mask_BR.to(torch.float32) / max(plan.counts.tokens, 1)
+        clipped, mean = ((x * means_BR).sum() for x in (clipped_BR, outputs.values_BR))
+        sums.append(torch.stack([share, clipped, mean]).detach())
         return share
 
     micros = [micro_batch(batch, rows, device=backend.device) for rows in plan.micro_batches]
-    backend.accumulate(micros, loss, temperature=1.0, entropy=False, before=before)
+    outputs = backend.accumulate(micros, loss, temperature=1.0, entropy=False, before=before)
     norm = backend.optimizer_step()
-    total = torch.stack(sums).double().sum(0).tolist() if sums else [0.0, 0.0]
-    return ValueResult(total[0], total[1], norm)
+    # Nothing was summed on a pipeline stage that is not the last one.
+    total = torch.stack(sums).double().sum(0).tolist() if sums else [0.0] * len(VALUE_TERMS)
+    return ValueResult(outputs, dict(zip(VALUE_TERMS, total, strict=True)), norm)
+
+
+def update_values(
+    backend: Backend,
+    batch: Any,
+    plan: Sequence[MiniBatchPlan],
+    *,
+    options: ValueLossOptions,
+    before: Callable[[int, int, int], None],
+) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Run the mini-batches of ``plan`` in order, one optimizer step each. Collective.
+
+    Returns per row ``update_values`` f32[rows, response], computed in the row's mini-batch of the
+    first epoch before its step, and ``value_mini_batch`` i64[rows]; and of each mini-batch the
+    ``sums`` and ``grad_norm`` of :class:`ValueResult`. ``before(mini_batch, k, count)`` is called
+    ahead of micro-batch k.
+    """
+    rows, width = batch["responses"].shape
+    values_BR, mini_batch_B = torch.zeros(rows, width), torch.zeros(rows, dtype=torch.int64)
+    steps = []
+    for mini in plan:
+        result = train_values(
+            backend,
+            batch,
+            mini,
+            options=options,
+            before=partial(_before, before, mini),
+        )
+        steps.append({"sums": result.sums, "grad_norm": result.grad_norm})
+        if mini.epoch == 0:
+            scatter(values_BR, mini.micro_batches, [out.values_BR for out in result.outputs])
+            mini_batch_B[torch.from_numpy(mini.rows)] = mini.index
+    return {"update_values": values_BR, "value_mini_batch": mini_batch_B}, steps
+
+
+def _before(tell: Callable[[int, int, int], None], mini: MiniBatchPlan, position: int) -> None:
+    tell(mini.index, position, len(mini.micro_batches))

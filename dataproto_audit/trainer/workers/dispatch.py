@@ -74,9 +74,9 @@ def collect(parts: Sequence[DataProto]) -> DataProto:
 
 
 def merge_losses(
-    parts: Sequence[DataProto], plan: UpdatePlan, *, mode: str
+    parts: Sequence[DataProto], plan: UpdatePlan, *, mode: str, terms: Sequence[str] = TERMS
 ) -> list[dict[str, Any]]:
-    """One entry per mini-batch: terms summed over ranks, and what they were divided by.
+    """One entry per mini-batch: ``terms`` summed over ranks, and what they were divided by.
 
     ``normaliser`` is the count of tokens or sequences of all ranks; in the mode
     ``seq-mean-token-sum-norm`` sums were divided by ``loss_scale_factor``, too.
@@ -84,12 +84,12 @@ def merge_losses(
     entries = []
     for position, mini in enumerate(plan.ranks[0]):
         steps = [part.meta_info["steps"][position] for part in parts]
-        terms = {name: sum(step["sums"][name] for step in steps) for name in TERMS}
+        sums = {name: sum(step["sums"][name] for step in steps) for name in terms}
         entries.append(
             {
                 "mini_batch": mini.index,
                 "epoch": mini.epoch,
-                **terms,
+                **sums,
                 "normaliser": mini.counts.normaliser(mode),
                 "loss_scale_factor": mini.counts.scale_factor(mode),
                 "tokens": mini.counts.tokens,
@@ -117,5 +117,15 @@ def update_metrics(
         names["actor/kl_loss"] = "kl_loss"
     if with_entropy:
         names["actor/entropy"] = "entropy_loss"
+    return _means(losses, names)
+
+
+def value_metrics(losses: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """verl's metric names of a critic's update, each the mean over its mini-batches."""
+    names = ("vf_loss", "vf_clipfrac", "vpred_mean", "grad_norm", "lr")
+    return _means(losses, {f"critic/{name}": name for name in names})
+
+
+def _means(losses: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> dict[str, float]:
     count = len(losses)
     return {metric: sum(entry[name] for entry in losses) / count for metric, name in names.items()}

@@ -8,12 +8,9 @@ its time-out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from dataproto_audit.codes import RunError, UsageError
 from dataproto_audit.protocol import DataProto
@@ -24,6 +21,7 @@ from dataproto_audit.trainer.schedules import idle_shares
 from dataproto_audit.trainer.workers import hang, placement
 from dataproto_audit.trainer.workers.actor import TrainWorker
 from dataproto_audit.trainer.workers.calls import CallFailed, gather
+from dataproto_audit.trainer.workers.critic import VALUE_TERMS
 from dataproto_audit.trainer.workers.dispatch import (
     Place,
     collect,
@@ -32,10 +30,13 @@ from dataproto_audit.trainer.workers.dispatch import (
     merge_losses,
     spread,
     update_metrics,
+    value_metrics,
 )
 from dataproto_audit.trainer.workers.failures import RESUME, explain, hung
 from dataproto_audit.trainer.workers.inputs import FORWARD_FIELDS
+from dataproto_audit.trainer.workers.lengths import lengths_of, warmup_plan
 from dataproto_audit.trainer.workers.spec import (
+    CriticSpec,
     WorkerSpec,
     checkpoint_layout,
     lr_at,
@@ -45,6 +46,7 @@ from dataproto_audit.trainer.workers.spec import (
 LOCAL_TIMEOUT_S = 900.0
 """For calls without collectives (start, checkpoints): they leave no notes on the way."""
 UPDATE_FIELDS = (*FORWARD_FIELDS, "response_mask", "old_log_probs", "advantages")
+VALUE_FIELDS = (*FORWARD_FIELDS, "response_mask", "values", "returns")
 
 
 @dataclass(frozen=True)
@@ -131,19 +133,24 @@ class WorkerGroup:
         indices, peak_token_sum, token_limit, bubble, cpu_s); indices are positions within the
         rank's rows.
         """
-        return self._log_prob(batch, "old_log_prob", self.spec.log_prob_micro, "actor", entropy)
+        return self._forward(batch, "old_log_prob", self.spec.log_prob_micro, "actor", entropy)
 
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """``ref_log_prob`` f32[rows, response] of the frozen reference; else as above."""
-        return self._log_prob(batch, "ref_log_prob", self.spec.ref_micro, "ref", False)
+        return self._forward(batch, "ref_log_prob", self.spec.ref_micro, "ref", False)
 
-    def plan_update(self, batch: DataProto, *, step: int) -> UpdatePlan:
-        """The mini-batches that :meth:`update_actor` runs for update number ``step``."""
-        options = self.spec.update
+    def compute_values(self, batch: DataProto) -> DataProto:
+        """``values`` f32[rows, response] of the critic; else as :meth:`compute_log_prob`."""
+        return self._forward(batch, "values", self._critic.forward_micro, "critic")
+
+    def plan_update(self, batch: DataProto, *, step: int, role: str = "actor") -> UpdatePlan:
+        """The mini-batches that :meth:`update_actor` runs for update number ``step``, or
+        :meth:`update_critic` as ``role`` says."""
+        options = self.spec.update if role == "actor" else self._critic.update
         return plan_update(
-            _lengths(batch, "attention_mask"),
-            _lengths(batch, "response_mask"),
-            ranks=self.dp_size,
+            lengths_of(batch, "attention_mask"),
+            lengths_of(batch, "response_mask"),
+            ranks=self._places[role][0].dp_size,
             mini_batch_size=options.mini_batch_size or len(batch),
             width=int(batch.batch["responses"].shape[1]),
             micro=options.micro,
@@ -165,24 +172,41 @@ class WorkerGroup:
         a mini-batch: terms summed over ranks, normaliser) and ``ranks``.
         """
         plan = plan or self.plan_update(batch, step=step)
-        loss = self.spec.loss
+        loss, update = self.spec.loss, self.spec.update
         fields = (*UPDATE_FIELDS, *(("ref_log_prob",) if loss.use_kl_loss else ()))
         parts = dispatch(batch, fields=fields, meta=("temperature",), ranks=self.dp_size)
-        rates = [
-            at(self.spec.optim, self.spec.update, step=step) for at in (lr_at, weight_decay_at)
-        ]
-        args = [
-            (part, mini_batches, *rates)
-            for part, mini_batches in zip(parts, plan.ranks, strict=True)
-        ]
+        rates = [at(self.spec.optim, update, step=step) for at in (lr_at, weight_decay_at)]
+        args = [(part, minis, *rates) for part, minis in zip(parts, plan.ranks, strict=True)]
         answers = self._rows("update_actor", "update_actor", args, "actor")
         out = collect(answers)
-        self._note_limit(out, self.spec.update.micro)
+        self._note_limit(out, update.micro)
         losses = merge_losses(answers, plan, mode=loss.loss_agg_mode)
         out.meta_info["losses"] = losses
         out.meta_info["metrics"] = update_metrics(
             losses, with_kl=loss.use_kl_loss, with_entropy=loss.entropy_coeff != 0.0
         )
+        return out
+
+    def update_critic(
+        self, batch: DataProto, *, step: int, plan: UpdatePlan | None = None
+    ) -> DataProto:
+        """Update the critic on ``batch``; ``step`` counts its updates from 0.
+
+        Reads the forward fields, response_mask, values and returns. Gives ``update_values``
+        f32[rows, response] and ``value_mini_batch`` i64[rows] as :meth:`update_actor` gives
+        log-probs and mini-batches; ``meta_info`` is of the same kind.
+        """
+        critic, ranks = self._critic, self._places["critic"][0].dp_size
+        plan = plan or self.plan_update(batch, step=step, role="critic")
+        parts = dispatch(batch, fields=VALUE_FIELDS, meta=(), ranks=ranks)
+        rates = [at(critic.optim, critic.update, step=step) for at in (lr_at, weight_decay_at)]
+        args = [(part, minis, *rates) for part, minis in zip(parts, plan.ranks, strict=True)]
+        answers = self._rows("update_critic", "update_critic", args, "critic")
+        out = collect(answers)
+        self._note_limit(out, critic.update.micro)
+        losses = merge_losses(answers, plan, mode=critic.loss.loss_agg_mode, terms=VALUE_TERMS)
+        out.meta_info["losses"] = [{**entry, **asdict(critic.loss)} for entry in losses]
+        out.meta_info["metrics"] = value_metrics(losses)
         return out
 
     def warmup(self, batch: DataProto, *, steps: int, lr: float) -> list[float]:
@@ -195,7 +219,7 @@ class WorkerGroup:
             return []
         stages = self.spec.megatron.pp if self.spec.strategy == "megatron" else 1
         micro = MicroBatching(divisible_by=stages)
-        batch, plan = _warmup_plan(batch, steps=steps, ranks=self.dp_size, micro=micro)
+        batch, plan = warmup_plan(batch, steps=steps, ranks=self.dp_size, micro=micro)
         fields = (*FORWARD_FIELDS, "response_mask")
         parts = dispatch(batch, fields=fields, meta=(), ranks=self.dp_size)
         args = [
@@ -311,17 +335,25 @@ class WorkerGroup:
             raise RunError("DPA864", "the training ranks have been stopped.", RESUME)
         return self._workers
 
-    def _log_prob(
-        self, batch: DataProto, stage: str, micro: MicroBatching, role: str, entropy: bool
+    @property
+    def _critic(self) -> CriticSpec:
+        if self.spec.critic is None:
+            raise UsageError("DPA851", "there is no critic.", "Set algorithm.adv_estimator=gae.")
+        return self.spec.critic
+
+    def _forward(
+        self, batch: DataProto, stage: str, micro: MicroBatching, role: str, *how: Any
     ) -> DataProto:
+        """A pass of ``role`` without gradients; ``how`` is what its method takes besides."""
         ranks = self._places[role][0].dp_size
-        plan = plan_forward(_lengths(batch, "attention_mask"), ranks=ranks, micro=micro)
+        plan = plan_forward(lengths_of(batch, "attention_mask"), ranks=ranks, micro=micro)
         parts = dispatch(batch, fields=FORWARD_FIELDS, meta=("temperature",), ranks=ranks)
+        method, rest = ("compute_log_prob", (role, *how)) if how else ("compute_values", ())
         args = [
-            (part, micro_batches, role, entropy)
+            (part, micro_batches, *rest)
             for part, micro_batches in zip(parts, plan.ranks, strict=True)
         ]
-        out = collect(self._rows(stage, "compute_log_prob", args, role))
+        out = collect(self._rows(stage, method, args, role))
         self._note_limit(out, micro)
         return out
 
@@ -341,35 +373,3 @@ class WorkerGroup:
         """A call on rows: ``chunks`` to the ranks they belong to, answers in the rows' order."""
         places = self._places[role]
         return kept(self.call(stage, method, spread(chunks, places)), places)
-
-
-def _lengths(batch: DataProto, mask: str) -> NDArray[np.int64]:
-    if mask not in batch.batch:
-        raise UsageError("DPA851", f"the batch lacks {mask}.", "An earlier stage writes it.")
-    lengths: NDArray[np.int64] = batch.batch[mask].sum(-1).numpy().astype(np.int64)
-    return lengths
-
-
-def _warmup_plan(
-    batch: DataProto, *, steps: int, ranks: int, micro: MicroBatching
-) -> tuple[DataProto, UpdatePlan]:
-    """``batch`` reordered so that a rank's chunk holds its share of every step, and the plan."""
-    rows = len(batch)
-    if rows % steps or (rows // steps) % ranks:
-        raise UsageError(
-            "DPA854",
-            f"{rows} warm-up rows cannot be cut into {steps} steps over {ranks} ranks.",
-            "Make warmup.batch_size a multiple of the number of ranks.",
-        )
-    order = np.arange(rows).reshape(steps, ranks, -1).transpose(1, 0, 2).reshape(-1)
-    batch = batch.select_idxs(order)
-    plan = plan_update(
-        _lengths(batch, "attention_mask"),
-        _lengths(batch, "response_mask"),
-        ranks=ranks,
-        mini_batch_size=rows // steps,
-        width=int(batch.batch["responses"].shape[1]),
-        micro=micro,
-        shuffle=False,
-    )
-    return batch, plan

@@ -23,20 +23,22 @@ def read_files(folder: Path, entries: Sequence[RankFile]) -> Files:
 def whole_of_role(
     files: Files, role: str, layout: Mapping[str, Any], *, model: Path
 ) -> Whole | None:
-    """The weights and moments of ``actor`` or ``ref`` put together; None if they were not kept.
+    """The weights and moments of ``actor``, ``ref`` or ``critic`` put together; None if they were
+    not kept.
 
     ``layout`` is the index's (:func:`.spec.checkpoint_layout`); ``model`` the folder of the model.
     """
     own = [under(f"{role}/", file) for file in files]
     if not own[0]:
         return None
-    strategy = layout["strategy"]
-    if role == "ref":
-        strategy = layout.get("ref_strategy") or strategy
+    strategy = layout.get(f"{role}_strategy") or layout["strategy"]
     if strategy == "megatron":
         from dataproto_audit.trainer.backends.megatron.whole import whole_of_megatron
 
-        return whole_of_megatron(own, read_config(model))
+        config = read_config(model)
+        if role == "critic":  # nothing is tied to a value head
+            config["tie_word_embeddings"] = False
+        return whole_of_megatron(own, config)
     return whole_of_fsdp(own, ranks=int(layout.get("fsdp_size", len(files))))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dataproto_audit.trainer.backends.base import FSDPOptions, ModelSpec, OptimSpec
@@ -53,6 +53,19 @@ class UpdateOptions:
 
 
 @dataclass(frozen=True)
+class CriticSpec:
+    """The value model of a rank: its update, its pass without gradients, its engine and layout,
+    of which None takes the actor's. Model and FSDP options are the actor's."""
+
+    optim: OptimSpec = field(default_factory=OptimSpec)
+    loss: ValueLossOptions = field(default_factory=ValueLossOptions)
+    update: UpdateOptions = field(default_factory=UpdateOptions)
+    forward_micro: MicroBatching = field(default_factory=MicroBatching)
+    strategy: str | None = None
+    megatron: MegatronOptions | None = None
+
+
+@dataclass(frozen=True)
 class WorkerSpec:
     """Everything that fixes what a training rank computes."""
 
@@ -68,23 +81,32 @@ class WorkerSpec:
     strategy: str = "fsdp2"
     ref_strategy: str | None = None
     with_reference: bool = True
+    critic: CriticSpec | None = None
     collective_timeout_s: float = 60.0
     seed: int = 0
 
 
 def roles_of(spec: WorkerSpec) -> tuple[str, ...]:
     """Models that a training rank holds."""
-    return ("actor", "ref") if spec.with_reference else ("actor",)
+    there = {"actor": True, "ref": spec.with_reference, "critic": spec.critic is not None}
+    return tuple(role for role, held in there.items() if held)
 
 
 def strategy_of(spec: WorkerSpec, role: str) -> str:
-    """The engine of ``actor`` or ``ref``."""
-    return spec.strategy if role == "actor" else spec.ref_strategy or spec.strategy
+    """The engine of ``actor``, ``ref`` or ``critic``."""
+    own = {"ref": spec.ref_strategy, "critic": spec.critic.strategy if spec.critic else None}
+    return own.get(role) or spec.strategy
 
 
 def megatron_of(spec: WorkerSpec, role: str) -> MegatronOptions:
-    """Megatron's layout of ``actor`` or ``ref``."""
-    return spec.megatron if role == "actor" else spec.ref_megatron or spec.megatron
+    """Megatron's layout of ``actor``, ``ref`` or ``critic``."""
+    own = {"ref": spec.ref_megatron, "critic": spec.critic.megatron if spec.critic else None}
+    return own.get(role) or spec.megatron
+
+
+def model_of(spec: WorkerSpec, role: str) -> ModelSpec:
+    """The model of ``actor``, ``ref`` or ``critic``."""
+    return replace(spec.model, head="value") if role == "critic" else spec.model
 
 
 def checkpoint_layout(spec: WorkerSpec) -> dict[str, Any]:
@@ -99,6 +121,8 @@ def checkpoint_layout(spec: WorkerSpec) -> dict[str, Any]:
         layout["fsdp_size"] = spec.fsdp.fsdp_size
     if strategy_of(spec, "ref") != spec.strategy and spec.with_reference:
         layout["ref_strategy"] = spec.ref_strategy
+    if spec.critic is not None:
+        layout["critic_strategy"] = strategy_of(spec, "critic")
     return layout
 
 
@@ -117,16 +141,16 @@ def weight_decay_at(optim: OptimSpec, update: UpdateOptions, *, step: int) -> fl
     return optim.weight_decay if update.rates is None else update.rates.weight_decay_at(step)
 
 
-def rate_schedule(config: Any) -> RateSchedule | None:
-    """Megatron's schedule, if ``optim.lr_decay_style`` names one; not checked yet."""
-    optim = config.actor_rollout_ref.actor.optim
+def rate_schedule(optim: Any, trainer: Any) -> RateSchedule | None:
+    """Megatron's schedule, if ``lr_decay_style`` of an ``optim`` section names one; not checked
+    yet. It takes the steps of the ``trainer`` section where none are given."""
     if optim.lr_decay_style is None:
         return None
-    steps, start = optim.lr_decay_steps, optim.start_weight_decay
+    own, start = optim.lr_decay_steps, optim.start_weight_decay
     return RateSchedule(
         style=str(optim.lr_decay_style),
         lr=float(optim.lr),
-        decay_steps=int(config.trainer.total_training_steps if steps is None else steps),
+        decay_steps=int(trainer.total_training_steps if own is None else own),
         warmup_steps=int(optim.lr_warmup_steps),
         init_lr=float(optim.lr_warmup_init),
         min_lr=float(optim.min_lr),
@@ -135,6 +159,19 @@ def rate_schedule(config: Any) -> RateSchedule | None:
         weight_decay=float(optim.weight_decay),
         start_weight_decay=float(optim.weight_decay if start is None else start),
         incr_style=str(optim.weight_decay_incr_style),
+    )
+
+
+def _optim_spec(section: Any) -> OptimSpec:
+    """The optimizer of an ``actor`` or ``critic`` section."""
+    optim = section.optim
+    return OptimSpec(
+        name=str(optim.name),
+        lr=float(optim.lr),
+        weight_decay=float(optim.weight_decay),
+        betas=(float(optim.betas[0]), float(optim.betas[1])),
+        eps=float(optim.eps),
+        grad_clip=float(section.grad_clip or 0.0),
     )
 
 
@@ -150,14 +187,7 @@ def worker_spec(config: Any, *, model_path: str) -> WorkerSpec:
     stages = megatron.pp if actor.strategy == "megatron" else 1
     return WorkerSpec(
         model=model_spec(config, model_path=model_path),
-        optim=OptimSpec(
-            name=str(actor.optim.name),
-            lr=float(actor.optim.lr),
-            weight_decay=float(actor.optim.weight_decay),
-            betas=(float(actor.optim.betas[0]), float(actor.optim.betas[1])),
-            eps=float(actor.optim.eps),
-            grad_clip=float(actor.grad_clip or 0.0),
-        ),
+        optim=_optim_spec(actor),
         loss=LossOptions(
             clip_ratio_low=float(actor.clip_ratio if low is None else low),
             clip_ratio_high=float(actor.clip_ratio if high is None else high),
@@ -180,7 +210,7 @@ def worker_spec(config: Any, *, model_path: str) -> WorkerSpec:
             shuffle=bool(actor.shuffle),
             seed=int(config.trainer.seed),
             lr_warmup_steps=int(actor.optim.lr_warmup_steps),
-            rates=rate_schedule(config),
+            rates=rate_schedule(actor.optim, config.trainer),
         ),
         log_prob_micro=_log_prob_micro(rollout),
         ref_micro=_log_prob_micro(ref),
@@ -189,10 +219,63 @@ def worker_spec(config: Any, *, model_path: str) -> WorkerSpec:
         ref_megatron=options_from(ref.megatron, defaults=megatron),
         strategy=str(actor.strategy),
         ref_strategy=None if ref.strategy is None else str(ref.strategy),
-        with_reference=bool(actor.use_kl_loss),
+        with_reference=with_reference(config),
+        critic=critic_spec(config, megatron) if with_critic(config) else None,
         collective_timeout_s=float(config.trainer.collective_timeout_s),
         seed=int(config.trainer.seed),
     )
+
+
+def with_critic(config: Any) -> bool:
+    """Whether the advantage estimator needs values."""
+    return str(config.algorithm.adv_estimator) == "gae"
+
+
+def with_reference(config: Any) -> bool:
+    """Whether anything reads the reference's log-probs."""
+    actor = config.actor_rollout_ref.actor
+    return bool(actor.use_kl_loss) or bool(config.algorithm.use_kl_in_reward)
+
+
+def critic_spec(config: Any, megatron: MegatronOptions) -> CriticSpec:
+    """The critic's part of :func:`worker_spec`; ``megatron`` is the actor's layout."""
+    critic, roles = config.critic, config.actor_rollout_ref
+    mini = _or(critic.ppo_mini_batch_size, roles.actor.ppo_mini_batch_size)
+    own = options_from(critic.megatron, defaults=megatron)
+    on_megatron = str(critic.strategy or roles.actor.strategy) == "megatron"
+    limit = critic.ppo_max_token_len_per_gpu
+    return CriticSpec(
+        optim=_optim_spec(critic),
+        loss=ValueLossOptions(
+            cliprange_value=float(critic.cliprange_value),
+            loss_agg_mode=str(critic.loss_agg_mode or roles.actor.loss_agg_mode),
+        ),
+        update=UpdateOptions(
+            mini_batch_size=int(mini) * int(roles.rollout.n),
+            micro=_micro(
+                critic.use_dynamic_bsz,
+                limit,
+                critic.ppo_micro_batch_size_per_gpu,
+                own.pp if on_megatron else 1,
+            ),
+            epochs=int(_or(critic.ppo_epochs, roles.actor.ppo_epochs)),
+            shuffle=bool(critic.shuffle),
+            seed=int(config.trainer.seed),
+            lr_warmup_steps=int(critic.optim.lr_warmup_steps),
+            rates=rate_schedule(critic.optim, config.trainer),
+        ),
+        forward_micro=_micro(
+            critic.use_dynamic_bsz,
+            _or(critic.forward_max_token_len_per_gpu, limit),
+            critic.forward_micro_batch_size_per_gpu,
+        ),
+        strategy=None if critic.strategy is None else str(critic.strategy),
+        megatron=own,
+    )
+
+
+def _or(value: Any, otherwise: Any) -> Any:
+    return otherwise if value is None else value
 
 
 def model_spec(config: Any, *, model_path: str) -> ModelSpec:

@@ -64,6 +64,45 @@ def test_the_order_of_rows_does_not_matter():
     )
 
 
+def valued(seed: int, *, gamma: float = 0.97, lam: float = 0.9) -> AdvantageInputs:
+    """Rows with values everywhere and a gap in the mask of most of them."""
+    given, generator = inputs(seed), torch.Generator().manual_seed(seed)
+    mask = given.response_mask * (torch.rand(28, 5, generator=generator) > 0.2)
+    values = torch.randn(28, 5, generator=generator)
+    options = {"gamma": gamma, "lam": lam}
+    return AdvantageInputs(given.token_level_rewards, mask, given.uid, values, options)
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.97, 0.9), (1.0, 0.0), (0.0, 1.0)])
+@pytest.mark.parametrize("seed", range(3))
+def test_gae_equals_the_reference(seed, gamma, lam):
+    given = valued(seed, gamma=gamma, lam=lam)
+    found = compute_advantages("gae", given)
+    expected = reference.gae(
+        given.token_level_rewards, given.values, given.response_mask, gamma=gamma, lam=lam
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours.double(), theirs, atol=1e-6, rtol=1e-6)
+        assert not ours[given.response_mask == 0].any()
+
+
+def test_gae_of_a_batch_without_trained_tokens_or_with_one_is_finite():
+    given = valued(0)
+    for count in (0, 1):
+        mask = torch.zeros_like(given.response_mask)
+        mask[0, :count] = 1
+        made = AdvantageInputs(given.token_level_rewards, mask, given.uid, given.values)
+        advantages, returns = compute_advantages("gae", made)
+        assert not advantages.any()
+        assert int((returns != 0).sum()) <= count
+
+
+def test_gae_without_values_says_what_is_missing():
+    with pytest.raises(UsageError, match=r"DPA851 gae was given no values"):
+        compute_advantages("gae", inputs(0))
+
+
 def test_an_unknown_estimator_names_the_known_ones():
     with pytest.raises(UsageError, match=r"DPA851 .*'gea'.*grpo"):
         compute_advantages("gea", inputs(0))

@@ -57,7 +57,12 @@ def test_a_layout_that_nothing_is_known_of_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "layout", [{"strategy": "megatron", "tp": 2}, {"strategy": "fsdp2", "ref_strategy": "megatron"}]
+    "layout",
+    [
+        {"strategy": "megatron", "tp": 2},
+        {"strategy": "fsdp2", "ref_strategy": "megatron"},
+        {"strategy": "fsdp2", "critic_strategy": "megatron"},
+    ],
 )
 def test_megatron_files_that_do_not_say_where_their_ranks_sat_are_refused(tmp_path, layout):
     entry = checkpoint.write_rank_file(tmp_path, rank=0, tensors={"a": torch.zeros(2)})

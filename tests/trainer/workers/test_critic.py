@@ -65,9 +65,11 @@ def test_values_and_an_update_equal_the_reference(tiny_model, batch, switches):
     assert norm > 0.05
     start = {name: value.detach().clone() for name, value in model.named_parameters()}
     result = train_values(backend, batch.batch, plan, options=ValueLossOptions())
-    assert result.vf_loss == pytest.approx(float(loss), rel=1e-5)
+    assert result.sums["vf_loss"] == pytest.approx(float(loss), rel=1e-6)
     assert result.grad_norm == pytest.approx(norm, rel=1e-4)
-    assert 0 < result.vf_clipfrac < 1
+    assert 0 < result.sums["vf_clipfrac"] < 1
+    mask = batch.batch["response_mask"] != 0
+    assert result.sums["vpred_mean"] == pytest.approx(float(values[mask].mean()), abs=1e-6)
     stepped, _ = adamw_step(start, clipped, AdamWState(), lr=1e-3, weight_decay=0.1)
     ours = {name: piece for name, (piece, _) in backend.shards().items()}
     assert ours.keys() == stepped.keys()

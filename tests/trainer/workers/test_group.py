@@ -10,59 +10,28 @@ import torch
 from dataproto_audit.codes import UsageError
 from dataproto_audit.reference.logprobs import grad_of_loss, load_model, token_log_probs
 from dataproto_audit.reference.updates import AdamWState, adamw_step, clip_gradients, sgd_step
+from dataproto_audit.reference.values import grad_of_value_loss, load_value_model, token_values
 from dataproto_audit.trainer.backends import shards
 from dataproto_audit.trainer.backends.base import FSDPOptions, ModelSpec, OptimSpec
+from dataproto_audit.trainer.compare.critic import drawn_head
 from dataproto_audit.trainer.plans import MicroBatching
-from dataproto_audit.trainer.workers.actor import TrainWorker
 from dataproto_audit.trainer.workers.cluster import cluster
 from dataproto_audit.trainer.workers.group import WorkerGroup
-from dataproto_audit.trainer.workers.spec import LossOptions, UpdateOptions, WorkerSpec
+from dataproto_audit.trainer.workers.spec import (
+    CriticSpec,
+    LossOptions,
+    UpdateOptions,
+    ValueLossOptions,
+    WorkerSpec,
+)
+
+from .probing import probe_worker
 
 pytestmark = pytest.mark.engine
 
 MICROS = [MicroBatching(), MicroBatching(rows=3), MicroBatching(max_tokens=14)]
 SGD = OptimSpec(name="sgd", lr=0.1, weight_decay=0.0, grad_clip=0.5)
 ADAMW = OptimSpec(lr=1e-3, weight_decay=0.1, grad_clip=0.5)
-
-
-def probe_worker() -> type[TrainWorker]:
-    """A worker whose spec can be changed and that keeps gradients; local, so that Ray ships it."""
-
-    class ProbeWorker(TrainWorker):
-        def use(self, spec):
-            from dataproto_audit.trainer.backends import shards
-            from dataproto_audit.trainer.workers.actor import make_backend
-
-            self.spec = spec
-            device = torch.device("cpu")
-            self.actor = make_backend(spec, device=device, optim=spec.optim)
-            self.reference = make_backend(spec, device=device, optim=None)
-            self._reference_moved, self._version = False, 0
-            self.kept = []
-            step = self.actor.optimizer_step
-
-            def keeping():
-                gradients = {
-                    name: (grad.clone(), piece)
-                    for name, (grad, piece) in self.actor.gradients().items()
-                }
-                self.kept.append(
-                    shards.pack(
-                        gradients,
-                        rank=self.rank,
-                        world_size=self.world_size,
-                        version=len(self.kept),
-                        aliases={},
-                    )
-                )
-                return step()
-
-            self.actor.optimizer_step = keeping
-
-        def gradients(self):
-            return self.kept
-
-    return ProbeWorker
 
 
 @pytest.fixture(scope="module")
@@ -293,3 +262,89 @@ def test_usage_errors_found_by_the_driver_leave_the_group_alone(use, ragged_batc
     group.spec = replace(group.spec, log_prob_micro=MicroBatching())
     assert group.compute_log_prob(batch).batch["old_log_probs"].any()
     assert [note.stage for note in group.notes()] == ["old_log_prob"] * 2
+
+
+CRITIC = CriticSpec(
+    optim=ADAMW, loss=ValueLossOptions(cliprange_value=0.5), update=UpdateOptions(mini_batch_size=8)
+)
+"""One rank's AdamW steps are compared in test_critic.py."""
+
+
+def valued(batch, seed=4):
+    random = torch.Generator().manual_seed(seed)
+    for name in ("values", "returns"):
+        batch.batch[name] = torch.randn(batch.batch["responses"].shape, generator=random)
+    return batch
+
+
+def reference_critic(folder):
+    model = load_value_model(folder)
+    model.load_state_dict(drawn_head(model.score.in_features), strict=False)
+    return model
+
+
+@pytest.mark.parametrize("micro", MICROS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_critic_over_two_ranks_equals_the_reference(use, tiny_model, ragged_batch, micro, tied):
+    update = UpdateOptions(mini_batch_size=8, micro=micro, seed=3)
+    critic = replace(CRITIC, optim=SGD, update=update, forward_micro=micro)
+    group = use(tied=tied, wrap="layer" if tied else "root", critic=critic)
+    batch = valued(ragged_batch(rows=16, seed=5))
+    model = reference_critic(tiny_model(tied=tied))
+    scored = group.compute_values(batch)
+    close(scored.batch["values"], token_values(model, batch.batch), 1e-5)
+    check_notes(scored.meta_info["ranks"], batch, micro)
+    out = group.update_critic(batch, step=0)
+    kept = group.call("gradients", "gradients")
+    for index in range(2):
+        rows = (out.batch["value_mini_batch"] == index).nonzero().flatten()
+        assert len(rows) == 8
+        part = batch.select_idxs(rows)
+        close(out.batch["update_values"][rows], token_values(model, part.batch), 1e-5)
+        gradients, loss = grad_of_value_loss(model, part.batch, clip=0.5)
+        entry = out.meta_info["losses"][index]
+        assert entry["vf_loss"] == pytest.approx(float(loss), rel=1e-6)
+        assert entry["normaliser"] == int(part.batch["response_mask"].sum())
+        assert 0 < entry["vf_clipfrac"] < 1
+        joined = shards.join([ranks[index] for ranks in kept])
+        assert joined.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            close(joined[name], gradient, 1e-6)
+        clipped, norm = clip_gradients(gradients, max_norm=0.5)
+        assert entry["grad_norm"] == pytest.approx(norm, rel=1e-4)
+        stepped = sgd_step(dict(model.named_parameters()), clipped, lr=0.1)
+        model.load_state_dict({n: p.detach() for n, p in stepped.items()}, strict=False)
+    ours = shards.join(group.call("critic_weights", "critic_weights"))
+    for name, expected in model.named_parameters():
+        close(ours[name], expected.detach(), 1e-6)
+    assert out.meta_info["metrics"]["critic/lr"] == 0.1
+
+
+def test_the_critic_learns_and_its_checkpoint_repeats_the_next_step(use, ragged_batch, tmp_path):
+    batch, later = valued(ragged_batch(rows=16, seed=1)), valued(ragged_batch(rows=16, seed=2))
+    group = use(critic=CRITIC)
+    losses = [group.update_critic(batch, step=k).meta_info["metrics"]["critic/vf_loss"]
+              for k in range(3)]  # fmt: skip
+    assert losses[-1] < losses[0]
+    group.save_checkpoint(tmp_path / "c", step=3)
+    values, expected = group.compute_values(later), group.update_critic(later, step=3)
+    group = use(critic=CRITIC)
+    group.load_checkpoint(tmp_path / "c")
+    assert torch.equal(group.compute_values(later).batch["values"], values.batch["values"])
+    again = group.update_critic(later, step=3)
+    assert again.meta_info["losses"] == expected.meta_info["losses"]
+    assert torch.equal(again.batch["update_values"], expected.batch["update_values"])
+
+
+def test_after_a_warm_up_the_critic_has_the_policy_s_layers_and_its_own_head(use, ragged_batch):
+    group = use(critic=CRITIC)
+    head = shards.join(group.call("critic_weights", "critic_weights"))
+    group.warmup(ragged_batch(rows=8, seed=6), steps=1, lr=1e-2)
+    policy, critic = weights_of(group), shards.join(group.call("critic_weights", "critic_weights"))
+    for name, weight in critic.items():
+        assert torch.equal(weight, head[name] if name.startswith("score.") else policy[name]), name
+
+
+def test_values_without_a_critic_are_refused_before_any_rank_is_asked(use, ragged_batch):
+    with pytest.raises(UsageError, match=r"DPA851 there is no critic.*adv_estimator=gae"):
+        use().compute_values(ragged_batch(rows=16))

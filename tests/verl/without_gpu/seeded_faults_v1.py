@@ -33,6 +33,11 @@ def shifted(rows: list[Any]) -> list[Any]:
     return [torch.cat([row[:1] * 0, row[:-1]]) for row in rows]
 
 
+def rolled(rows: list[Any]) -> list[Any]:
+    """Each with its last value in front."""
+    return [torch.roll(row, 1) for row in rows]
+
+
 def swapped(rows: list[Any]) -> list[Any]:
     """Each pair of neighbours written under the key of the other."""
     return [rows[row ^ 1] for row in range(len(rows))]
@@ -65,6 +70,12 @@ FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
     "reference_hot": ("_compute_ref_log_prob", lambda m, b: stored(m, b, "ref_log_prob", hot)),
     "old_shifted": ("_compute_old_log_prob", lambda m, b: stored(m, b, "old_log_probs", shifted)),
     "old_swapped": ("_compute_old_log_prob", lambda m, b: stored(m, b, "old_log_probs", swapped)),
+    "reference_shifted": (
+        "_compute_ref_log_prob",
+        lambda m, b: stored(m, b, "ref_log_prob", shifted),
+    ),
+    "rewards_moved": ("_balance_batch", lambda m, b: stored(m, b, "rm_scores", rolled)),
+    "advantages_swapped": ("_compute_advantage", lambda m, b: stored(m, b, "advantages", swapped)),
     "keys_reordered": ("_compute_ref_log_prob", lambda _, b: reordered(b)),
     "sign_flipped": ("_compute_advantage", lambda m, b: stored(m, b, "advantages", flipped)),
     "keys_dropped": ("_compute_ref_log_prob", lambda _, b: b.select_keys(b.keys[8:])),

@@ -18,6 +18,8 @@ NAME = "tiny_server_{}"
 MAX_NEW = 16
 EMPTY = bool(os.environ.get("TINY_EMPTY"))
 """Every third answer is empty, as of an engine that aborted the request."""
+SLEEPS = bool(os.environ.get("TINY_SLEEPS"))
+"""Between being put to sleep and the next weights there are none to answer with."""
 
 
 class TinyServer:
@@ -29,7 +31,7 @@ class TinyServer:
         torch.set_num_threads(1)
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         self.seen: Counter[tuple[int, ...]] = Counter()
-        self.step = None
+        self.step, self.awake = None, True
         self.replica = f":{replica}" if replica else ""  # replicas draw other samples
 
     async def ready(self) -> bool:
@@ -42,6 +44,8 @@ class TinyServer:
         The padding id is never drawn, as with a logit mask: a random model would draw it once in
         fifty tokens. Log-probs are those before the mask.
         """
+        if not self.awake:
+            raise RuntimeError("asleep: the weights were given back")
         prompt = tuple(int(i) for i in prompt_ids)
         self.seen[prompt] += 1
         text = f"{self.step}:{self.seen[prompt]}:{prompt}{self.replica}".encode()
@@ -77,9 +81,13 @@ class TinyServer:
     async def load_weights(self, weights, step) -> None:
         """Take over the trainer's weights."""
         self.model.load_state_dict(weights, strict=False)
-        self.step = step
+        self.step, self.awake = step, True
         self.seen.clear()
         print(f"tiny weights {step} {_mark(weights)}", flush=True)
+
+    async def sleep(self, *_args, **_kwargs) -> None:
+        """Give the weights back, where that is asked for."""
+        self.awake = not SLEEPS
 
     async def set_global_steps(self, step) -> None:
         """Remember the step."""
@@ -94,7 +102,7 @@ async def _done(self, *_args, **_kwargs):
     return None
 
 
-for _name in ("wake_up", "sleep", "clear_kv_cache", "abort_all_requests", "resume_generation",
+for _name in ("wake_up", "clear_kv_cache", "abort_all_requests", "resume_generation",
               "start_profile", "stop_profile"):  # fmt: skip
     setattr(TinyServer, _name, _done)
 

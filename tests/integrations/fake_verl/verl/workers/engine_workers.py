@@ -2,20 +2,23 @@
 
 from types import SimpleNamespace
 
+from verl.utils import tensordict_utils as tu
+
 
 class TrainingWorker:
     """One rank."""
 
-    def __init__(self, engine, loss_fn=None, *, forward_only=False) -> None:
+    def __init__(
+        self, engine, loss_fn=None, *, forward_only=False, model_type="language_model"
+    ) -> None:  # fmt: skip
         self.engine, self.loss_fn = engine, loss_fn
-        self.config = SimpleNamespace(model_type="language_model")
+        self.config = SimpleNamespace(model_type=model_type)
         self.engine_config = SimpleNamespace(forward_only=forward_only)
 
     def train_mini_batch(self, data):
-        """One optimizer step a mini-batch."""
-        size = data["mini_batch_size"]
-        for start in range(0, len(data), size):
-            mini = data.rows(list(range(start, start + size)))
+        """One optimizer step a mini-batch; names of rows in the store are fetched first."""
+        data = data.fetch() if hasattr(data, "fetch") else data
+        for mini in tu.make_iterator(data, mini_batch_size=data["mini_batch_size"]):
             self.engine.forward_backward_batch(mini, self.loss_fn)
             self.engine.optimizer_step()
 

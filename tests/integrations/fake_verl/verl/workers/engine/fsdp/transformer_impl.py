@@ -55,6 +55,12 @@ class FSDPEngine:
 class FSDPEngineWithLMHead(FSDPEngine):
     """With log-probs."""
 
+    gives = "log_probs"
+
+    def of_tokens(self, logits, ids):
+        """A value f32[T] for each token: the log-prob of the next one."""
+        return torch.nn.functional.pad(picked(logits, ids), (0, 1))
+
     def prepare_model_inputs(self, micro_batch):
         """Packed rows."""
         ids = micro_batch["input_ids"].values()[None]
@@ -68,9 +74,19 @@ class FSDPEngineWithLMHead(FSDPEngine):
         offsets = micro_batch["input_ids"].offsets()
         pairs = zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
         ids = inputs["input_ids"][0]
-        rows = [torch.nn.functional.pad(picked(logits[a:b], ids[a:b]), (0, 1)) for a, b in pairs]
-        out = {"log_probs": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}
+        rows = [self.of_tokens(logits[a:b], ids[a:b]) for a, b in pairs]
+        out = {self.gives: torch.nested.as_nested_tensor(rows, layout=torch.jagged)}
         if loss_function is None:
             return torch.tensor(1.0), {"model_output": out, "loss": 1.0, "metrics": {}}
         loss = loss_function(out, micro_batch)
         return loss, {"model_output": out, "loss": float(loss.detach()), "metrics": {}}
+
+
+class FSDPEngineWithValueHead(FSDPEngineWithLMHead):
+    """With values."""
+
+    gives = "values"
+
+    def of_tokens(self, logits, ids):
+        """The value of the state behind each token."""
+        return logits[:, 0]

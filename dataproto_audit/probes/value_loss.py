@@ -1,0 +1,165 @@
+"""The critic's update as the workers did it, against one unsplit recomputation (DPA505, DPA506).
+
+Evidence comes from the workers: the values of each row just before its mini-batch's optimizer step,
+and of each mini-batch the loss, its clip range, its aggregation and the count it was divided by.
+Mini-batches whose rows were not recorded (later epochs) are left out.
+
+Not covered: gradients, which ``compare-backends`` compares; a critic that is wrong in both passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from dataproto_audit.batch import BatchView
+from dataproto_audit.findings import Finding
+from dataproto_audit.probes.context import Context
+from dataproto_audit.probes.loss_terms import ABSOLUTE, RELATIVE
+from dataproto_audit.probes.registry import probe
+from dataproto_audit.probes.return_causes import row_order
+from dataproto_audit.reference.losses import AGGREGATION_MODES, count_normaliser
+from dataproto_audit.reference.values import value_loss
+
+UPDATE = ("update_values", "value_mini_batch", "values", "response_mask")
+TOLD = ("vf_loss", "cliprange_value", "loss_agg_mode", "normaliser")
+ROUNDINGS = 8.0
+"""Units of the compute precision that two passes of one critic may differ by."""
+SHIFTS = (1, -1)
+
+
+@probe("DPA505", stages=("update_critic",), needs=(*UPDATE, "settings.trainer_dtype"))
+def first_values(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
+    """Rows of the first mini-batch: the critic's values [B,R] before its step are the stored ones.
+
+    Within 1e-4, or eight roundings of the compute precision, relative to values above 1.
+    """
+    first = view.numpy("value_mini_batch") == 0
+    if not first.any():
+        ctx.unknown("no row of the first mini-batch was recorded")
+    kind = getattr(torch, str(ctx.settings.trainer_dtype).rpartition(".")[2], None)
+    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
+        ctx.unknown(f"precision unknown: {ctx.settings.trainer_dtype}")
+    old, new = (view.numpy(name).astype(np.float64) for name in ("values", "update_values"))
+    on = first[:, None] & (view.numpy("response_mask") != 0)
+    bad = on & ~_alike(old, new, max(RELATIVE, ROUNDINGS * torch.finfo(kind).eps))
+    if not bad.any():
+        return
+    causes, told = _explain(old, new, on, bad)
+    row, column = np.argwhere(bad)[0]
+    yield ctx.fail(
+        "values",
+        cells=bad,
+        expected=f"{new[row, column]:.6g} at row {row}, column {column}, as before the first step",
+        actual=f"{old[row, column]:.6g}",
+        evidence={"max error": float(np.abs(old - new)[bad].max()), **told},
+        causes=causes,
+    )
+
+
+def _alike(old: Any, new: Any, tolerance: float) -> Any:
+    same: Any = np.abs(old - new) <= tolerance * np.maximum(1.0, np.abs(new))
+    return same
+
+
+def _explain(old: Any, new: Any, on: Any, bad: Any) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Causes, the likely one first: stored values of another column, or of another row."""
+    before = float(np.abs(old - new)[on].max())
+    for shift in SHIFTS:
+        moved, seen = np.roll(new, shift, 1), on & np.roll(on, shift, 1)
+        seen[:, 0 if shift > 0 else -1] = False  # what the roll brought from the other end
+        if seen[bad].any() and _alike(old, moved, RELATIVE)[seen].all():
+            left = float(np.abs(old - moved)[seen].max())
+            return ("shift",), {f"shift by {shift:+d}": f"max error {before:.3g} -> {left:.3g}"}
+    order = row_order(old, new, on, bad)
+    if order:
+        return ("row_permutation",), {"rows matched anew": order}
+    return ("dropout_on", "row_permutation", "shift", "precision"), {}
+
+
+@probe(
+    "DPA506",
+    stages=("update_critic",),
+    needs=(*UPDATE, "returns", "evidence.losses"),
+)
+def value_loss_recomputed(
+    view: BatchView, stats: Mapping[str, Any], ctx: Context
+) -> Iterable[Finding]:
+    """Each mini-batch's value loss, and the count that it was divided by, are those of all its
+    rows at once."""
+    wrong: list[tuple[int, str, float, float, dict[str, Any]]] = []
+    table = []
+    for number, told, fields in _mini_batches(view, ctx):
+        got, count = float(told["vf_loss"]), float(told["normaliser"])
+        how: dict[str, Any] = {
+            "clip": float(told["cliprange_value"]),
+            "loss_agg_mode": str(told["loss_agg_mode"]),
+        }
+        if how["loss_agg_mode"] not in AGGREGATION_MODES:
+            ctx.unknown(f"unknown aggregation {how['loss_agg_mode']}")
+        want = float(value_loss(**fields, **how))
+        table.append((number, "vf_loss", got, count, want))
+        counted = count_normaliser(fields["response_mask"], how["loss_agg_mode"])
+        if counted and count != counted:
+            wrong.append((number, "normaliser", count, counted, {}))
+        elif not _close(got, want, fields):
+            wrong.append((number, "vf_loss", got, want, {**fields, **how}))
+    ctx.cache["value_loss_table"] = table
+    if wrong:
+        number, name, got, want, given = wrong[0]
+        yield ctx.fail(
+            "losses",
+            expected=f"{name} {want:.6g} of mini-batch {number}, unsplit",
+            actual=f"{got:.6g}",
+            evidence={"factor": got / want if want else float("nan"),
+                      "mini-batches wrong": len({entry[0] for entry in wrong})},
+            causes=_causes(name, got, given),
+        )  # fmt: skip
+
+
+def _mini_batches(
+    view: BatchView, ctx: Context
+) -> Iterator[tuple[int, Mapping[str, Any], dict[str, Any]]]:
+    """Number, report, and what the loss is computed from, of each mini-batch that was recorded."""
+    numbers, seen = view.numpy("value_mini_batch"), False
+    names = {"values": "update_values", "old_values": "values", "returns": "returns",
+             "response_mask": "response_mask"}  # fmt: skip
+    for number, told in enumerate(ctx.evidence["losses"]):
+        rows = np.flatnonzero(numbers == number)
+        if not len(rows):
+            continue
+        lacking = [name for name in TOLD if told.get(name) is None]
+        if lacking:
+            ctx.unknown(f"not recorded: losses.{', losses.'.join(lacking)}")
+        seen = True
+        fields = {k: torch.from_numpy(view.numpy(name)[rows]) for k, name in names.items()}
+        yield number, told, fields
+    if not seen:
+        ctx.unknown("no row of the reported mini-batches was recorded")
+
+
+def _close(got: float, want: float, fields: Mapping[str, Any]) -> bool:
+    """Equal up to rounding, which grows with the largest term of the loss."""
+    if got != got and want != want:
+        return True
+    on = fields["response_mask"] != 0
+    off = (fields["values"].double() - fields["returns"].double())[on].square()
+    scale = max(1.0, float(off.max())) if off.numel() else 1.0
+    return abs(got - want) <= ABSOLUTE * scale + RELATIVE * abs(want)
+
+
+def _causes(name: str, got: float, given: dict[str, Any]) -> tuple[str, ...]:
+    if name == "normaliser":
+        return ("wrong_normaliser", "loss_depends_on_split")
+    fields = {k: v for k, v in given.items() if k not in ("clip", "loss_agg_mode")}
+    clip, mode = given["clip"], given["loss_agg_mode"]
+    for cause, how in (
+        ("wrong_clip", {"clip": float("inf"), "loss_agg_mode": mode}),
+        *(("wrong_normaliser", {"clip": clip, "loss_agg_mode": m}) for m in AGGREGATION_MODES),
+    ):
+        if _close(got, float(value_loss(**fields, **how)), fields):
+            return (cause, "loss_depends_on_split")
+    return ("loss_depends_on_split", "wrong_normaliser", "wrong_clip")

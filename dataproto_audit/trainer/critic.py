@@ -1,0 +1,129 @@
+"""What a configuration asks of a critic and of a KL in the rewards, and cannot have.
+
+What Megatron alone refuses is in :mod:`.megatron`, which looks at all roles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from dataproto_audit.codes import UsageError
+from dataproto_audit.trainer.backends.megatron.layout import check_ranks
+from dataproto_audit.trainer.backends.megatron.options import options_from
+from dataproto_audit.trainer.rate_keys import check_rates
+from dataproto_audit.trainer.schema import AlgorithmConfig
+from dataproto_audit.trainer.schema_critic import CriticConfig
+from dataproto_audit.trainer.workers.spec import CriticSpec, critic_spec, with_critic
+
+OF_GAE = ("gamma", "lam")
+OF_KL = ("kl_penalty", "kl_ctrl.type", "kl_ctrl.kl_coef")
+OF_GROUPS = ("norm_adv_by_std_in_grpo",)
+
+
+def check_critic(config: DictConfig, *, world_size: int) -> None:
+    """Raise UsageError for settings of critic and KL that do nothing (DPA851) or cannot work:
+    rates (DPA851), sizes that do not divide (DPA854), token limits (DPA856)."""
+    if not config.algorithm.use_kl_in_reward:
+        _refuse_idle(_algorithm(config, OF_KL), "algorithm.use_kl_in_reward is false")
+    estimator = f"algorithm.adv_estimator is {config.algorithm.adv_estimator}"
+    if not with_critic(config):
+        idle = [*_algorithm(config, OF_GAE), *_changed(config.critic, CriticConfig, "critic")]
+        if config.trainer.critic_warmup:
+            idle.append(f"trainer.critic_warmup={config.trainer.critic_warmup}")
+        _refuse_idle(idle, f"{estimator}, which has no critic")
+        return
+    _refuse_idle(_algorithm(config, OF_GROUPS), f"{estimator}, which compares no groups")
+    _token_limits(config)
+    made = critic_spec(config, options_from(config.actor_rollout_ref.actor.megatron))
+    check_rates(config.critic.optim, config.trainer, key="critic.optim")
+    _rows(config, made, chunks=_chunks(config, made, world_size=world_size))
+
+
+def check_limit(key: str, limit: int | None, data: DictConfig) -> None:
+    """Raise DPA851 without a token limit, DPA856 for one that a single row may exceed."""
+    longest = data.max_prompt_length + data.max_response_length
+    if limit is None:
+        raise UsageError("DPA851", f"{key} is not set.", "Dynamic micro-batches need a limit.")
+    if limit < longest:
+        raise UsageError(
+            "DPA856",
+            f"{key}={limit} is below the longest possible row of {longest} tokens "
+            f"(max_prompt_length + max_response_length).",
+            f"Set it to {longest} or more; a row cannot be split.",
+        )
+
+
+def _token_limits(config: DictConfig) -> None:
+    critic = config.critic
+    if critic.use_dynamic_bsz:
+        limit, forward = critic.ppo_max_token_len_per_gpu, critic.forward_max_token_len_per_gpu
+        check_limit("critic.ppo_max_token_len_per_gpu", limit, config.data)
+        check_limit("critic.forward_max_token_len_per_gpu", forward or limit, config.data)
+
+
+def _chunks(config: DictConfig, made: CriticSpec, *, world_size: int) -> int:
+    """Chunks that a batch is cut into for the critic."""
+    actor = config.actor_rollout_ref.actor
+    if (made.strategy or actor.strategy) != "megatron":
+        return max(1, world_size // int(actor.ulysses_sequence_parallel_size))
+    assert made.megatron is not None, "from a configuration"
+    check_ranks(made.megatron, world_size=world_size, key="critic.megatron")
+    return max(1, world_size // made.megatron.model_ranks)
+
+
+def _rows(config: DictConfig, made: CriticSpec, *, chunks: int) -> None:
+    prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    rows, key = made.update.mini_batch_size, "critic.ppo_mini_batch_size"
+    if (prompts * n) % rows:
+        raise UsageError(
+            "DPA854",
+            f"data.train_batch_size={prompts} prompts do not divide into mini-batches of "
+            f"{key}={rows // n}.",
+            f"Choose a divisor of {prompts}.",
+        )
+    if rows % chunks:
+        raise UsageError(
+            "DPA854",
+            f"a mini-batch of {rows // n} prompts x n={n} is {rows} rows, which do not divide over "
+            f"the critic's {chunks} data-parallel ranks.",
+            f"Change {key}, rollout.n or n_gpus_per_node.",
+        )
+    micro = made.update.micro.rows
+    if micro and (rows // chunks) % micro:
+        raise UsageError(
+            "DPA854",
+            f"{rows // chunks} rows of a mini-batch on each rank do not divide into "
+            f"micro-batches of critic.ppo_micro_batch_size_per_gpu={micro}.",
+            f"Choose a divisor of {rows // chunks}.",
+        )
+
+
+def _refuse_idle(given: list[str], because: str) -> None:
+    if given:
+        raise UsageError(
+            "DPA851",
+            f"{because}, so {', '.join(given)} would do nothing.",
+            "Leave it as it comes, or choose what reads it.",
+        )
+
+
+def _algorithm(config: DictConfig, names: tuple[str, ...]) -> list[str]:
+    """Of ``names``, those that are not as they come, as ``key=value``."""
+    changed = _changed(config.algorithm, AlgorithmConfig, "algorithm")
+    return [text for text in changed if text.partition("=")[0].partition(".")[2] in names]
+
+
+def _changed(section: DictConfig, schema: type, key: str) -> list[str]:
+    def flat(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+        for name, value in node.items():
+            if isinstance(value, dict):
+                yield from flat(value, f"{prefix}.{name}")
+            else:
+                yield f"{prefix}.{name}", value
+
+    defaults = dict(flat(OmegaConf.to_container(OmegaConf.structured(schema)), key))
+    now = flat(OmegaConf.to_container(section), key)
+    return [f"{name}={value}" for name, value in now if value != defaults[name]]
