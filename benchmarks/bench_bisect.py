@@ -4,8 +4,13 @@ Every fault of the catalogue that one step can hold is made in a simulated step 
 trace alone is what bisect gets, once with the models of the step and once without any. Pairs are
 drawn at random from faults of different stages that share a base.
 
+The same is done with steps of verl's own runs, from the files in ``--samples``: what its calls
+returned is the record, the stages behind a fault are run again, and cells that moved by less than
+bfloat16 rounds may be named or not (``testing/recorded_faults.py``).
+
 Usage: python benchmarks/bench_bisect.py [--seed 0] [--pairs 200] [--misses] [--json]
-       [--models with|without]
+       [--models with|without] [--runs own|verl] [--no-healthy]
+       [--samples DIR] [--every K]    (each K-th of the faults that are made alone)
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,10 +33,14 @@ from dataproto_audit.replay.bisect import bisect
 from dataproto_audit.replay.scorers import Scorers
 from dataproto_audit.testing.bases import BASES, healthy_configurations
 from dataproto_audit.testing.faults import CATALOGUE, Fault
+from dataproto_audit.testing.recorded_faults import NotHere, score_recorded, write_recorded
+from dataproto_audit.testing.recorded_steps import RecordedStep
 from dataproto_audit.testing.trace_scoring import BisectScore, score_verdict
 from dataproto_audit.testing.traces import toy_scorers, write_simulated
+from dataproto_audit.testing.verl_samples import verl_steps
 
 HEALTHY_STEPS = 2
+SAMPLES = Path(__file__).parents[1] / "tests" / "data" / "samples"
 Pair = tuple[Fault, ...]
 
 
@@ -76,12 +86,68 @@ def run(
     return score_verdict(said, faults, made), said, made.crash
 
 
-def tally(work: Sequence[tuple[Pair, str]], *, model: bool, seed: int) -> tuple[Counter[str], Any]:
+def run_verl(
+    faults: Pair, step: RecordedStep, *, model: bool
+) -> tuple[BisectScore, dict[str, Any], str]:
+    """The same of a trace of verl's; raises :class:`NotHere` for faults that it cannot hold."""
+    folder = tempfile.mkdtemp(prefix="dpa-")
+    try:
+        made = write_recorded(folder, step, faults)
+        said = bisect(folder, scorers=_scorers(step) if model else Scorers()).to_dict()
+    finally:
+        shutil.rmtree(folder)
+    return score_recorded(said, faults, made), said, made.crash
+
+
+def _scorers(step: RecordedStep) -> Scorers:
+    """The step's weights, without what bfloat16 rounds: the engine's numbers, where they are."""
+    fields = step.final.batch.keys()
+    exact = "rollout_log_probs" if "rollout_log_probs" in fields else "old_log_probs"
+    scorer = step.run().model.scorer(exact)
+    return Scorers(policy=scorer, reference=scorer)
+
+
+NO_FAULT = ("half_precision_pass",)
+"""What is a fault in a run in float32 only."""
+
+
+def in_verl(
+    samples: Path, count: int, seed: int
+) -> tuple[list[tuple[Pair, Any]], list[tuple[Pair, Any]]]:
+    """Faults to make alone in each step of verl's, and ``count`` pairs of different stages."""
+    alone: list[tuple[Pair, Any]] = []
+    for step, bases in verl_steps(samples):
+        alone += [((fault,), step) for fault in one_step_faults()
+                  if set(bases) & set(fault.bases) and fault.name not in NO_FAULT
+                  and not fault.options]  # fmt: skip
+    random, both = np.random.default_rng(seed), []
+    while alone and len(both) < count:
+        (left,), step = alone[int(random.integers(len(alone)))]
+        others = [f for (f,), other in alone if other is step]
+        right = others[int(random.integers(len(others)))]
+        if not set(left.stages) & set(right.stages):
+            both.append(((left, right), step))
+    return alone, both
+
+
+def tally(
+    work: Sequence[tuple[Pair, Any]], *, model: bool, seed: int
+) -> tuple[Counter[str], list[Any]]:
     """Counts of what is right, and the misses."""
     counts: Counter[str] = Counter()
     misses = []
+    held = set()
     for faults, base in work:
-        score, said, crash = run(faults, base, model=model, seed=seed)
+        try:
+            if isinstance(base, RecordedStep):
+                score, said, crash = run_verl(faults, base, model=model)
+                base = base.name
+            else:
+                score, said, crash = run(faults, base, model=model, seed=seed)
+        except NotHere:
+            continue
+        held |= {fault.name for fault in faults}
+        counts["faults"] = len(held)
         counts["traces"] += 1
         counts["passes"] = max(counts["passes"], said["recomputations"])
         right = {name: getattr(score, name) for name in ("stage", "rows", "tokens", "second")}
@@ -92,6 +158,22 @@ def tally(work: Sequence[tuple[Pair, str]], *, model: bool, seed: int) -> tuple[
         if False in right.values():
             misses.append((faults, base, said, crash))
     return counts, misses
+
+
+def healthy_verl(samples: Path, *, model: bool) -> tuple[int, list[str]]:
+    """The same of verl's."""
+    wrong, number = [], 0
+    for step, _ in verl_steps(samples):
+        folder = tempfile.mkdtemp(prefix="dpa-")
+        try:
+            write_recorded(folder, step)
+            verdict = bisect(folder, scorers=_scorers(step) if model else Scorers())
+        finally:
+            shutil.rmtree(folder)
+        number += 1
+        if verdict.verdict != "healthy":
+            wrong.append(f"{step.name}: {verdict.stage} {verdict.missing}")
+    return number, wrong
 
 
 def healthy(*, model: bool, seed: int) -> tuple[int, list[str]]:
@@ -138,6 +220,9 @@ def main() -> None:
     parser.add_argument("--misses", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--no-healthy", action="store_true")
+    parser.add_argument("--runs", choices=("both", "own", "verl"), default="both")
+    parser.add_argument("--samples", type=Path, default=SAMPLES)
+    parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--models", choices=("both", "with", "without"), default="both")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -145,24 +230,34 @@ def main() -> None:
     runs = {"both": (True, False), "with": (True,), "without": (False,)}
     for model in runs[given.models]:
         with_model = "with models" if model else "without models"
-        parts = {"alone": singles(), "in pairs": pairs(given.pairs, given.seed)}
+        parts: dict[str, Any] = {}
+        if given.runs != "verl":
+            parts |= {
+                "alone": singles()[:: given.every],
+                "in pairs": pairs(given.pairs, given.seed),
+            }
+        if given.runs != "own":
+            alone, both = in_verl(given.samples, given.pairs, given.seed)
+            parts |= {"verl, alone": alone[:: given.every], "verl, in pairs": both} if alone else {}
         for name, work in parts.items():
             began = time.monotonic()
             counts, misses = tally(work, model=model, seed=given.seed)
             answer[f"{name}, {with_model}"] = dict(counts)
             if not given.json:
-                faults = len({f.name for faults, _ in work for f in faults})
-                print(f"{name}, {with_model}: {counts['traces']} traces, {faults} faults: "
-                      f"{shares(counts)}; at most {counts['passes']} passes; "
+                print(f"{name}, {with_model}: {counts['traces']} traces, {counts['faults']} faults"
+                      f": {shares(counts)}; at most {counts['passes']} passes; "
                       f"{time.monotonic() - began:.0f} s", flush=True)  # fmt: skip
                 if given.misses:
                     print("\n".join(lines(misses)), flush=True)
         if not given.no_healthy:
-            number, wrong = healthy(model=model, seed=given.seed)
-            answer[f"healthy, {with_model}"] = {"steps": number, "wrong": wrong}
-            if not given.json:
-                print(f"healthy, {with_model}: {number - len(wrong)} of {number} steps called "
-                      "healthy", *wrong, sep="\n  ", flush=True)  # fmt: skip
+            found = {} if given.runs == "verl" else {"": healthy(model=model, seed=given.seed)}
+            if given.runs != "own":
+                found["verl, "] = healthy_verl(given.samples, model=model)
+            for whose, (number, wrong) in found.items():
+                answer[f"{whose}healthy, {with_model}"] = {"steps": number, "wrong": wrong}
+                if not given.json:
+                    print(f"{whose}healthy, {with_model}: {number - len(wrong)} of {number} steps "
+                          "called healthy", *wrong, sep="\n  ", flush=True)  # fmt: skip
     if given.json:
         print(json.dumps(answer))
 

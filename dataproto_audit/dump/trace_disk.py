@@ -46,6 +46,7 @@ from dataproto_audit.dump.trace_format import (
     narrowed,
     step_folder,
     step_of_name,
+    sum_of,
 )
 from dataproto_audit.dump.trace_json import Encoder
 
@@ -97,8 +98,11 @@ class StepFiles:
             fsync_folder(self.folder)
         except OSError as error:
             raise storage_error(place, error) from error
-        _save(tensors | columns.tensors | encode.tensors, place / TENSORS)
-        atomic_write_bytes(place / OBJECTS, json.dumps(objects).encode())
+        tensors |= columns.tensors | encode.tensors
+        text = json.dumps(objects).encode()
+        head["sums"] = {OBJECTS: sum_of(text), **{n: sum_of(t) for n, t in tensors.items()}}
+        _save(tensors, place / TENSORS)
+        atomic_write_bytes(place / OBJECTS, text)
         atomic_write_bytes(place / BOUNDARY, json_text(head, indent=1).encode())
         self.names.append(snapshot.name)
 

@@ -15,8 +15,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dataproto_audit.codes import UsageError
-from dataproto_audit.dump.trace_format import SCHEMA, widened
+from dataproto_audit.dump.trace_format import SCHEMA, sum_of, widened
 from dataproto_audit.storage import jagged_of_parts
+
+NOT_AS_RECORDED = "it is not what was recorded"
 
 
 def broken(path: Path, why: str) -> UsageError:
@@ -27,10 +29,15 @@ def broken(path: Path, why: str) -> UsageError:
 
 
 class File(Mapping[str, Tensor]):
-    """A safetensors file, opened when it is first asked. Raises DPA820 for a broken one."""
+    """A safetensors file, opened when it is first asked. Raises DPA820 for a broken one.
 
-    def __init__(self, path: Path) -> None:
+    ``sums`` are the checksums of its tensors by key; one that is read whole is compared with its
+    own. Traces of earlier versions have none.
+    """
+
+    def __init__(self, path: Path, sums: Mapping[str, Any] | None = None) -> None:
         self.path = path
+        self._sums = dict(sums or {})
 
     @cached_property
     def _open(self) -> Any:
@@ -52,20 +59,24 @@ class File(Mapping[str, Tensor]):
         """A tensor, or rows of it in this order, read in runs of neighbours."""
         try:
             if rows is None:
-                whole: Tensor = self._open.get_tensor(key)
-                return whole
+                return self._whole(key)
             part = self._open.get_slice(key)
             count = int(part.get_shape()[0])
             if len(rows) and not (rows.min() >= 0 and rows.max() < count):
                 raise IndexError(f"{count} rows, row {int(rows.max())} is asked for")
             if 4 * len(rows) > count:
-                most: Tensor = self._open.get_tensor(key)
-                return most[torch.from_numpy(rows)]
+                return self._whole(key)[torch.from_numpy(rows)]
             runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1) if len(rows) else []
             read = [part[int(run[0]) : int(run[-1]) + 1] for run in runs]
             return torch.cat(read) if read else part[0:0]
         except SafetensorError as error:
             raise KeyError(str(error)) from error
+
+    def _whole(self, key: str) -> Tensor:
+        whole: Tensor = self._open.get_tensor(key)
+        if self._sums.pop(key, None) not in (None, sum_of(whole)):
+            raise ValueError(NOT_AS_RECORDED)
+        return whole
 
     def jagged(self, key: str, rows: NDArray[np.int64] | None, dtype: str) -> Tensor:
         """A nested tensor, or rows of it."""
@@ -82,10 +93,13 @@ class File(Mapping[str, Tensor]):
         return jagged_of_parts(widened(joined, dtype), lengths.cumsum(0))
 
 
-def read_json(path: Path) -> Any:
-    """The JSON of a file of the trace. Raises DPA820."""
+def read_json(path: Path, *, checksum: Any = None) -> Any:
+    """The JSON of a file of the trace, with this checksum where one is known. Raises DPA820."""
     try:
-        return json.loads(path.read_bytes())
+        data = path.read_bytes()
+        if checksum not in (None, sum_of(data)):
+            raise ValueError(NOT_AS_RECORDED)
+        return json.loads(data)
     except (OSError, ValueError, RecursionError) as error:
         raise broken(path, f"it cannot be read ({error})") from error
 

@@ -84,6 +84,12 @@ class Boundary:
         """What the run found here, as :meth:`Finding.to_dict` has it."""
         return list(self.head.get("findings") or ())
 
+    @property
+    def sums(self) -> Mapping[str, Any]:
+        """Checksums of what lies here, by key; empty in traces of earlier versions."""
+        told = self.head.get("sums")
+        return told if isinstance(told, Mapping) else {}
+
     @cached_property
     def meta(self) -> dict[str, Any]:
         """Meta entries of the batch."""
@@ -128,6 +134,16 @@ class Boundary:
                 else:
                     tensors[name] = self.tensor(name, rows)
         return BatchView(tensors, arrays, self.meta)
+
+
+def intact(boundary: Boundary, view: BatchView) -> None:
+    """Raise DPA820 where a field is not what its fingerprint says."""
+    for name, stored in boundary.fields.items():
+        if stored.kind == "objects" or not stored.fingerprint:
+            continue
+        mark = f"{int(view.row_hashes(name).sum(dtype=np.uint64)):016x}"
+        if mark != stored.fingerprint:
+            raise broken(boundary.step.folder / boundary.name, f"{name} is not what was recorded")
 
 
 class Step:
@@ -180,7 +196,7 @@ class Step:
         if name not in self._names:
             raise broken(self.folder, f"a field lies in {name!r}, which is missing")
         if name not in self._files:
-            self._files[name] = File(self.folder / name / TENSORS)
+            self._files[name] = File(self.folder / name / TENSORS, self[name].sums)
         return self._files[name]
 
     def tensor(self, stored: Stored, rows: Rows) -> Tensor:
@@ -225,7 +241,8 @@ class Step:
 
     def _column(self, name: str) -> dict[str, Any]:
         if name not in self._objects:
-            self._objects[name] = read_json(self.folder / name / OBJECTS)
+            checksum = self[name].sums.get(OBJECTS)
+            self._objects[name] = read_json(self.folder / name / OBJECTS, checksum=checksum)
         return self._objects[name]
 
     def _origins(self, stored: Stored, rows: Rows) -> NDArray[np.int64] | None:
@@ -310,4 +327,13 @@ def open_step(folder: Path, number: int, *, whole: bool) -> Step:
     return Step(folder, number, names, said)
 
 
-__all__ = ["REMEDY", "TRACE_DIR", "Boundary", "Step", "broken", "listed_steps", "open_step"]
+__all__ = [
+    "REMEDY",
+    "TRACE_DIR",
+    "Boundary",
+    "Step",
+    "broken",
+    "intact",
+    "listed_steps",
+    "open_step",
+]

@@ -5,15 +5,14 @@ mini-batch's optimizer step, the loss terms summed over ranks, and the normalise
 several epochs the rows tell about one of them; mini-batches of the others are left out. Gradients
 themselves are not seen here; ``compare-backends`` compares those.
 
-An entry of ``losses`` may say how its path differs (verl's legacy workers): ``split`` = ``rows``,
-the loss is the mean over micro-batches of their own losses, weighted by rows; ``old`` = ``new``,
-new log-probs stood in for the old ones; ``eps``, the precision of what it was computed from.
+An entry of ``losses`` may say how its path differs (verl's legacy workers): see :mod:`.loss_terms`.
 """
 
 from __future__ import annotations
 
 import numbers
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,19 @@ from dataproto_audit.probes.context import Context
 from dataproto_audit.probes.diagnose import explain_gap
 from dataproto_audit.probes.logprobs import noise_of
 from dataproto_audit.probes.loss_causes import MiniBatch, explain_loss
-from dataproto_audit.probes.registry import probe, unchecked
+from dataproto_audit.probes.loss_terms import (
+    ABSOLUTE,
+    RELATIVE,
+    Undecided,
+    arguments_of,
+    bound_of,
+    how_of,
+    parts_of,
+    picked,
+    terms_of,
+    unreadable,
+)
+from dataproto_audit.probes.registry import probe
 from dataproto_audit.probes.scan import per_row
 from dataproto_audit.reference.losses import (
     AGGREGATION_MODES,
@@ -34,14 +45,9 @@ from dataproto_audit.reference.losses import (
     TOKEN_MEAN,
     TOKEN_SUM,
     LossTerms,
-    policy_loss,
 )
 
 UPDATE = ("update_log_probs", "mini_batch", "old_log_probs", "response_mask")
-TERMS = ("pg_loss", "kl_loss", "entropy_loss", "total")
-RELATIVE = 1e-4
-ABSOLUTE = 1e-5
-"""Float32 sums over a mini-batch in another order, for per-token terms of order 1."""
 
 
 def _first_gap(block: Block) -> Any:
@@ -80,66 +86,26 @@ def _known(ctx: Context) -> str:
     return "" if mode is None or mode in AGGREGATION_MODES else f"unknown aggregation {mode}"
 
 
-def _fields(
-    view: BatchView, ctx: Context, rows: Any, reported: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What the loss of ``rows`` is computed from, by the argument's name."""
-    s = ctx.settings
-    names = {
-        "log_probs": "update_log_probs",
-        "old_log_probs": "update_log_probs" if reported.get("old") == "new" else "old_log_probs",
-        "advantages": "advantages",
-        "response_mask": "response_mask",
-        "ref_log_prob": "ref_log_prob" if s.use_kl_loss else "",
-        "entropy": "update_entropys" if s.entropy_coeff else "",
-        "rollout_is_weights": "rollout_is_weights" if "rollout_is_weights" in view else "",
-    }
-    return {argument: torch.from_numpy(view.numpy(name)).index_select(0, rows)
-            for argument, name in names.items() if name}  # fmt: skip
-
-
-def _how(ctx: Context, reported: Mapping[str, Any]) -> dict[str, Any]:
-    """The configured loss; which one it is, where it is not PPO's, comes with the report."""
-    s, kind = ctx.settings, reported.get("loss_mode", "vanilla")
+def _terms(
+    view: BatchView, ctx: Context, rows: Any, number: int, reported: Mapping[str, Any]
+) -> LossTerms:
+    """The loss of the mini-batch ``rows`` from the recorded log-probs, as its path splits it."""
+    kind = reported.get("loss_mode", "vanilla")
     if kind not in LOSS_MODES:
         ctx.unknown(f"no recomputation of the loss {kind}")
-    other = {name: reported[name] for name in ("loss_mode", "gate_temperatures")
-             if name in reported}  # fmt: skip
-    return {
-        **other,
-        "clip_ratio_low": s.clip_ratio_low,
-        "clip_ratio_high": s.clip_ratio_high,
-        "clip_ratio_c": s.clip_ratio_c,
-        "loss_agg_mode": s.loss_agg_mode or TOKEN_MEAN,
-        "kl_loss_coef": (s.kl_loss_coef or 0.0) if s.use_kl_loss else 0.0,
-        "kl_loss_type": s.kl_loss_type or "low_var_kl",
-        "entropy_coeff": s.entropy_coeff or 0.0,
-    }
+    if why := unreadable(reported):
+        ctx.unknown(why)
+    try:
+        return terms_of(
+            partial(_field, view), view.__contains__, rows, ctx.settings, reported,
+            parts=parts_of(ctx.evidence.get("ranks") or (), rows, number),
+        )  # fmt: skip
+    except Undecided as error:
+        ctx.unknown(str(error))
 
 
-@torch.inference_mode()  # nothing is differentiated, and autograd's bookkeeping costs as much
-def _terms(view: BatchView, ctx: Context, rows: Any, reported: Mapping[str, Any]) -> LossTerms:
-    """The loss of the mini-batch ``rows``, unsplit, from the recorded log-probs.
-
-    Where the path averages over micro-batches, the average of theirs, as it should have been.
-    """
-    whole: LossTerms = unchecked(policy_loss)(
-        **_fields(view, ctx, rows, reported), **_how(ctx, reported)
-    )
-    if reported.get("split") != "rows":
-        return whole
-    ranks = _parts(ctx, rows.numpy(), int(reported["mini_batch"]))
-    if not ranks or sorted(np.concatenate([m for r in ranks for m in r])) != list(range(len(rows))):
-        ctx.unknown("not recorded: micro-batches that make up each mini-batch")
-    total: dict[str, Any] = dict.fromkeys(TERMS, 0.0)
-    for micros in ranks:
-        held = sum(len(micro) for micro in micros)
-        for micro in micros:
-            fields = _fields(view, ctx, rows[torch.from_numpy(micro)], reported)
-            part: Mapping[str, Any] = unchecked(policy_loss)(**fields, **_how(ctx, reported))
-            for name in TERMS:
-                total[name] = total[name] + part[name] * (len(micro) / held / len(ranks))
-    return {**whole, **total}  # type: ignore[typeddict-item]  # the terms of LossTerms
+def _field(view: BatchView, name: str) -> torch.Tensor:
+    return torch.from_numpy(view.numpy(name))
 
 
 def _mini_batches(view: BatchView, ctx: Context) -> Iterator[tuple[int, Mapping[str, Any], Any]]:
@@ -181,7 +147,7 @@ def loss_recomputed(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> 
     wrong: dict[int, dict[str, tuple[float, float]]] = {}
     table = []
     for number, reported, rows in _mini_batches(view, ctx):
-        terms = _terms(view, ctx, torch.from_numpy(rows), reported)
+        terms = _terms(view, ctx, rows, number, reported)
         for name, want in (
             ("pg_loss", terms["pg_loss"]),
             ("kl_loss", terms["kl_loss"] if s.use_kl_loss else None),
@@ -204,17 +170,14 @@ def loss_recomputed(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> 
 def _close(
     got: float, exact: float, view: BatchView, rows: Any, normaliser: float, eps: float
 ) -> bool:
-    """Equal up to rounding, which grows with the sums behind the loss: with tokens per normaliser
-    and with the largest advantage. ``eps`` is that of the numbers it was computed from.
-    """
-    error, slack = abs(got - exact), max(RELATIVE, eps) * abs(exact)
-    absolute = max(ABSOLUTE, eps)
-    if error <= absolute + slack or (got != got and exact != exact):
+    """Equal up to rounding."""
+    error = abs(got - exact)
+    near = max(ABSOLUTE, eps) + max(RELATIVE, eps) * abs(exact)
+    if error <= near or (got != got and exact != exact):
         return True
     mask = view.numpy("response_mask")[rows] != 0
-    largest = np.abs(view.numpy("advantages")[rows])[mask].max(initial=1.0)
-    scale = max(1.0, float(largest)) * max(1.0, float(mask.sum()) / max(normaliser, 1.0))
-    return bool(error <= absolute * scale + slack)
+    advantages = view.numpy("advantages")[rows]
+    return bool(error <= bound_of(exact, advantages, mask, normaliser, eps=eps))
 
 
 @torch.inference_mode()
@@ -225,14 +188,15 @@ def _loss_finding(
     name, (got, exact) = next(iter(names.items()))
     rows = np.flatnonzero(view.numpy("mini_batch") == number)
     index, reported = torch.from_numpy(rows), ctx.evidence["losses"][number]
+    arguments = arguments_of(view.__contains__, ctx.settings, reported)
     mini = MiniBatch(
-        fields=_fields(view, ctx, index, reported),
-        how=_how(ctx, reported),
+        fields=picked(partial(_field, view), arguments, index),
+        how=how_of(ctx.settings, reported),
         reported=reported,
         wrong=names,
-        terms=_terms(view, ctx, index, reported),
+        terms=_terms(view, ctx, rows, number, reported),
         settings=ctx.settings,
-        parts=_parts(ctx, rows, number),
+        parts=parts_of(ctx.evidence.get("ranks") or (), rows, number),
     )
     causes, told = explain_loss(mini)
     return ctx.fail(
@@ -243,24 +207,6 @@ def _loss_finding(
                   "mini-batches wrong": len(wrong), "terms wrong": ", ".join(names), **told},
         causes=causes,
     )  # fmt: skip
-
-
-def _parts(ctx: Context, rows: Any, number: int) -> tuple[tuple[Any, ...], ...]:
-    """The micro-batches of mini-batch ``number`` by rank, as positions in ``rows``, those of it; ()
-    if unknown."""
-    ranks = ctx.evidence.get("ranks") or ()
-    if not all(isinstance(rank, Mapping) and rank.get("indices") for rank in ranks):
-        return ()
-    place = {row: at for at, row in enumerate(rows.tolist())}
-    start, out = 0, []
-    for rank in ranks:
-        numbers = rank.get("mini_batches") or [number] * len(rank["indices"])
-        micros = [[place[start + at] for at in micro if start + at in place]
-                  for micro, mini in zip(rank["indices"], numbers, strict=False)
-                  if mini == number]  # fmt: skip
-        out.append(tuple(np.asarray(micro, np.int64) for micro in micros if micro))
-        start += int(rank["rows"])
-    return tuple(out)
 
 
 @probe(

@@ -162,7 +162,7 @@ def of_batch(saved: Saved, config: Any = None) -> Replayed:
     view = BatchView.of(saved.batch)
     settings: Settings = settings_from(config, view.meta)[0]
     made = Replayed(None, settings)  # type: ignore[arg-type] # there is no step
-    keys = own_keys(view)()
+    keys = tuple(own_keys(view)())
     for stage in stages_reached(view, settings):
         boundary: Any = Lone(stage, keys, dict(view.meta))
         made.seen.append(Seen(boundary, view, Report()))

@@ -23,18 +23,18 @@ from dataproto_audit.contracts.stages import STAGES
 from dataproto_audit.dump.trace import Trace
 from dataproto_audit.findings import plain
 from dataproto_audit.policy import Policy
-from dataproto_audit.probes import Settings
+from dataproto_audit.probes import PROBES, Settings
 from dataproto_audit.replay.predicates import asked
 from dataproto_audit.replay.recompute import Compared, recomputed
 from dataproto_audit.replay.replay import Replay, Replayed
 from dataproto_audit.replay.scorers import Scorers, scorer_of
 from dataproto_audit.replay.search import culprits
-from dataproto_audit.replay.suspects import OF_LOG_PROBS, WITNESSED, Blame, Fault, Suspect, blamed
+from dataproto_audit.replay.suspects import Blame, Fault, blamed
+from dataproto_audit.replay.told import told
 
 State = Literal["healthy", "faulty", "undecided"]
 NEEDED = ("rollout", "reward", "old_log_prob", "advantage")
 """Stages that a step must have left for it to be called healthy."""
-MAX_NAMED = 100_000
 
 
 @dataclass
@@ -251,61 +251,7 @@ def judged(step: Replayed, scorers: Scorers | None = None) -> Verdict:
     )  # fmt: skip
 
 
-# -- what is told ----------------------------------------------------------------------------------
-
-
-def rows_of(fault: Fault) -> list[int]:
-    """Rows of a fault, at the boundary that :func:`shown` names."""
-    return sorted({row for one in _together(fault) for row in one.rows})
-
-
-def tokens_of(fault: Fault) -> list[tuple[int, int]]:
-    """(row, column) cells of a fault."""
-    cells = {(r, c) for one in _together(fault) for r, cs in one.tokens.items() for c in cs}
-    return sorted(cells)[:MAX_NAMED]
-
-
-def shown(fault: Fault) -> Suspect:
-    """What names the rows: the lead, or what compares each cell of its field with a witness."""
-    lead = fault.lead
-    if lead.check == "recomputed" or lead.code in WITNESSED:
-        return lead
-    if lead.code not in OF_LOG_PROBS:
-        return lead
-    exact = (s for s in fault.all if s.code in WITNESSED and s.field == lead.field and s.rows)
-    return next(exact, lead)
-
-
-def _together(fault: Fault) -> list[Suspect]:
-    """What names the rows, with all that says the same of its field at the same boundary."""
-    best = shown(fault)
-    if best.check == "recomputed" or best.code in WITNESSED:
-        return [best]
-    return [s for s in fault.all if (s.boundary, s.field) == (best.boundary, best.field)]
-
-
-def told(fault: Fault) -> dict[str, Any]:
-    """A fault as plain data."""
-    lead = fault.lead
-    causes = [cause for one in fault.all for cause in one.causes]
-    rows = rows_of(fault)
-    keys = sorted({key for one in _together(fault) for key in one.row_keys})
-    return {
-        "stage": fault.stage,
-        "field": lead.field,
-        "rows": rows,
-        "tokens": [list(cell) for cell in tokens_of(fault)],
-        "cause": causes[0] if causes else None,
-        "row_keys": keys,
-        "boundary": shown(fault).place_name,
-        "evidence": {
-            "found by": lead.code or lead.check,
-            "says": lead.text,
-            **dict(lead.evidence),
-            "also": [f"{one.code or one.check} {one.field}" for one in fault.others],
-            "explains": [f"{one.code} {one.stage}.{one.field}" for one in fault.follow],
-        },
-    }
+# -- stages ----------------------------------------------------------------------------------------
 
 
 def _stages(
@@ -384,5 +330,21 @@ def _missing(step: Replayed, compared: Sequence[Compared], blame: Blame) -> list
         outcome.reason for one in step.seen for outcome in one.report.outcomes
         if outcome.kind == "not_checkable" and outcome.reason.startswith("not recorded")
     })  # fmt: skip
-    out += lost
+    out += lost + _either(step, compared, blame)
     return list(dict.fromkeys(out))
+
+
+def _either(step: Replayed, compared: Sequence[Compared], blame: Blame) -> list[str]:
+    """Where two log-probs of a token disagree and nothing recorded tells which of them is wrong."""
+    pair = {"old_log_probs", "ref_log_prob"}
+    sampled = step.after("rollout")
+    third = sampled is not None and "rollout_log_probs" in sampled.view.tensors
+    if third or any(c.model and c.field in pair and c.verdict != "unknown" for c in compared):
+        return []
+    if any(f.lead.field == "ref_log_prob" and f.lead.check in PROBES
+           and pair <= set(PROBES[f.lead.check].fields) for f in blame.faults):  # fmt: skip
+        return [
+            "old_log_prob or ref_log_prob: nothing recorded tells which of the two is wrong; keep "
+            "the engine's log-probs (calculate_log_probs), or pass --model DIR"
+        ]
+    return []

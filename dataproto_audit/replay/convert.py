@@ -2,9 +2,10 @@
 
 In a trace, a batch that is alone in its step is recorded at the last stage that
 :func:`dataproto_audit.check` leads it through, and marked so that a replay leads it through all of
-them, too, and says the same of it. Several batches of one step are recorded where the names of
-their files say, else at that last stage, as boundaries of one loop; they are marked as partial:
-what they lack is missing knowledge, and no finding.
+them, too, and says the same of it; what is wrong with the file itself is recorded as found, and
+said again. Several batches of one step are recorded where the names of their files say, else at
+that last stage, as boundaries of one loop; they are marked as partial: what they lack is missing
+knowledge, and no finding.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 from dataproto_audit._protocol.safe.errors import Opaque
 from dataproto_audit.batch import BatchView
 from dataproto_audit.checker.config import settings_from
+from dataproto_audit.checker.own_file import report_of
 from dataproto_audit.checker.reached import stages_reached
 from dataproto_audit.codes import CodedError, UsageError
 from dataproto_audit.dump.portable import SUFFIX, write_portable
@@ -132,7 +134,10 @@ def _as_trace(found: list[Saved], target: Path) -> None:
                 at = saved.hint.stage or passed[-1], saved.hint.when or "after"
             part = str(len(boundaries)) if at in taken else ""
             taken.add(at)
-            options = {"when": at[1], "part": part, "evidence": {LONE if alone else PARTIAL: True}}
+            options = {
+                "when": at[1], "part": part, "evidence": {LONE if alone else PARTIAL: True},
+                "report": report_of(saved),
+            }  # fmt: skip
             boundaries.append((at[0], saved.batch, options))
         told = {name: value for name, value in asdict(settings).items() if value is not None}
         write_step(target, step, boundaries, settings=told)

@@ -166,6 +166,10 @@ class Whole:
                 )
 
 
+def _of_critic(told: Any) -> bool:
+    return isinstance(told, Mapping) and "vf_loss" in told
+
+
 def _without(entries: Mapping[str, Any], prefix: str, cut: Cut) -> dict[str, Any]:
     return {name: value for name, value in entries.items() if f"{prefix}{name}" not in cut.dropped}
 
@@ -286,10 +290,14 @@ class _Part:
             assert attention is not None
             before, after = (a.sum(1).numpy() for a in (self.attention, attention))
             out["ranks"] = update_evidence.cut_ranks(out["ranks"], self.rows, before, after)
-        if isinstance(out.get("losses"), Sequence):
+        losses = out.get("losses")
+        if isinstance(losses, Sequence) and any(map(_of_critic, losses)):
+            out["losses"] = update_evidence.cut_value_losses(losses, self.view.tensors, tensors)
+        elif isinstance(losses, Sequence):
             out["losses"] = update_evidence.cut_losses(
-                out["losses"], self.view.tensors, tensors, settings
-            )
+                losses, self.view.tensors, tensors, settings,
+                ranks=(given.get("ranks"), out.get("ranks")),
+            )  # fmt: skip
             if isinstance(out.get("metrics"), Mapping):
                 out["metrics"] = update_evidence.cut_metrics(
                     out["metrics"], given["losses"], out["losses"]

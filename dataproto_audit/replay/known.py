@@ -40,7 +40,7 @@ ENTRIES = frozenset(FIELDS) | frozenset(Settings.known()) | {
     "pg_loss", "kl_loss", "entropy_loss", "total", "normaliser", "rows", "tokens", "indices",
     "micro_batch", "micro_batches", "mini_batches", "peak_token_sum", "token_limit", "packed",
     "restarts", "mask", "cpu_s", "wall_s", "attended", "lengths", "seen", "loss_mode",
-    "gate_temperatures", "old", "eps",
+    "gate_temperatures", "old", "eps", "vf_loss", "vf_clipfrac", "vpred_mean", "cliprange_value",
     # weights
     "engine_stale", "engine_unreadable", "engine_prefix_cache_reset", "old_log_prob_version",
     "sync_probe", "sync_probe_skipped", "trainer", "engine", "process_reward",

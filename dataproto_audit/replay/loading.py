@@ -9,10 +9,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from dataproto_audit.batch import BatchView
 from dataproto_audit.checker.config import settings_from
 from dataproto_audit.codes import UsageError
 from dataproto_audit.dump.readers import read_batches
-from dataproto_audit.dump.trace import Trace, is_trace
+from dataproto_audit.dump.trace import Boundary, Trace, is_trace
+from dataproto_audit.dump.trace_read import intact
 from dataproto_audit.probes import Settings
 from dataproto_audit.replay.recording import (
     LONE,
@@ -39,7 +41,7 @@ def recordings(path: str | PathLike[str], *, config: Any = None) -> Iterator[Rec
         for number in trace.steps or trace.torn:
             step = trace.step(number)
             pieces = [
-                piece_of(b.view(), b.stage, when=b.when, step=number, place=b.name,
+                piece_of(_checked(b), b.stage, when=b.when, step=number, place=b.name,
                          evidence={k: v for k, v in b.evidence.items() if k not in (LONE, PARTIAL)})
                 for b in step.boundaries if not b.part
             ]  # fmt: skip
@@ -63,6 +65,13 @@ def recordings(path: str | PathLike[str], *, config: Any = None) -> Iterator[Rec
         settings = settings_from(config, saved.meta)[0] if config is not None else Settings()
         piece = Piece(None, "after", saved.batch, {}, saved.hint.step, saved.label)
         yield Recording((piece,), settings, lone=True)
+
+
+def _checked(boundary: Boundary) -> BatchView:
+    """The batch of a boundary, whose fields have the fingerprints that they were recorded with."""
+    view = boundary.view()
+    intact(boundary, view)
+    return view
 
 
 def first_of(path: str | PathLike[str], *, config: Any = None) -> Recording:

@@ -11,48 +11,69 @@ from numpy.typing import NDArray
 
 from dataproto_audit.batch import BatchView
 from dataproto_audit.probes import Settings
+from dataproto_audit.probes.loss_terms import Undecided, bound_of, unreadable
 from dataproto_audit.reference.losses import AGGREGATION_MODES
-from dataproto_audit.replay.update_terms import fields_used, loss_terms, unreadable, unusable
+from dataproto_audit.replay.update_terms import fields_used, loss_terms, rows_of, unusable
 
-COMPARED = ("pg_loss", "kl_loss", "total", "normaliser")
-RELATIVE, ABSOLUTE = 1e-4, 1e-5
 Row = tuple[str, NDArray[Any], NDArray[Any], NDArray[Any], str]
 
 
 def losses(view: BatchView, evidence: Mapping[str, Any], settings: Settings) -> Iterator[Row]:
     """(term, recorded, expected, bound, what is missing), a value each mini-batch.
 
-    Mini-batches that the producer computed in another way on purpose are left to the checks:
-    weighted by rows, with new log-probs for old ones, or of lower precision.
+    Each as its path computes it: :mod:`dataproto_audit.probes.loss_terms`. A mini-batch that the
+    record does not decide is named as missing, and the others are compared.
     """
     told = evidence.get("losses")
     if not isinstance(told, (list, tuple)) or not all(isinstance(t, Mapping) for t in told):
-        yield "loss", _EMPTY, _EMPTY, _EMPTY, "loss: record `losses`, the terms of each mini-batch"
+        yield _missing("record `losses`, the terms of each mini-batch")
         return
     if settings.loss_agg_mode not in AGGREGATION_MODES:
-        yield "loss", _EMPTY, _EMPTY, _EMPTY, "loss: the aggregation is unknown"
-        return
-    if any(t.get("split") or t.get("old") or t.get("eps") for t in told):
+        yield _missing("the aggregation is unknown")
         return
     used = [name for name in fields_used(view.__contains__, settings) if name in view.tensors]
     fields = {n: torch.from_numpy(np.ascontiguousarray(view.numpy(n))) for n in used}
     reason = unusable(fields, settings) or next(filter(None, map(unreadable, told)), "")
     if reason:
-        yield "loss", _EMPTY, _EMPTY, _EMPTY, f"loss: {reason}"
+        yield _missing(reason)
         return
-    recorded: dict[str, list[float]] = {term: [] for term in COMPARED}
-    expected: dict[str, list[float]] = {term: [] for term in COMPARED}
+    compared: dict[str, list[tuple[float, float, float]]] = {t: [] for t in _compared(settings)}
+    undecided: dict[str, list[int]] = {}
     for number, reported in enumerate(told):
-        terms = loss_terms(fields, number, settings, told=reported)
-        for term in COMPARED:
+        try:
+            terms = loss_terms(
+                fields, number, settings, told=reported, ranks=evidence.get("ranks") or ()
+            )
+        except Undecided as error:
+            undecided.setdefault(str(error), []).append(number)
+            continue
+        rows = rows_of(fields, number)
+        own = [fields[name][rows].numpy() for name in ("advantages", "response_mask")]
+        for term in compared:
             value = reported.get(term)
-            if term in terms and isinstance(value, (int, float)):
-                recorded[term].append(float(value))
-                expected[term].append(terms[term])
-    for term in COMPARED:
-        own, want = np.array(recorded[term]), np.array(expected[term])
-        if len(own):
-            yield term, own, want, ABSOLUTE + RELATIVE * np.abs(want), ""
+            if term not in terms or not isinstance(value, (int, float)):
+                continue
+            # A count is exact, whatever the precision of the loss is.
+            eps = 0.0 if term == "normaliser" else float(reported.get("eps") or 0.0)
+            bound = bound_of(terms[term], own[0], own[1] != 0, terms["normaliser"], eps=eps)
+            compared[term].append((float(value), terms[term], bound))
+    for why, numbers in undecided.items():
+        yield _missing(f"{why} (mini-batch {', '.join(map(str, numbers))})")
+    for term, rows_told in compared.items():
+        if rows_told:
+            recorded, expected, bounds = np.array(rows_told).T
+            yield term, recorded, expected, bounds, ""
+
+
+def _compared(s: Settings) -> tuple[str, ...]:
+    """Terms that the settings make part of the loss, and what it was divided by."""
+    kl = ("kl_loss",) if s.use_kl_loss else ()
+    entropy = ("entropy_loss",) if s.entropy_coeff else ()
+    return ("pg_loss", *kl, *entropy, "total", "normaliser")
+
+
+def _missing(why: str) -> Row:
+    return "loss", _EMPTY, _EMPTY, _EMPTY, f"loss: {why}"
 
 
 _EMPTY: NDArray[Any] = np.zeros(0)

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from dataproto_audit.auditor import Auditor
 from dataproto_audit.batch import BatchView
 from dataproto_audit.checker import check, check_union
@@ -21,10 +19,11 @@ from dataproto_audit.checker.config import settings_from
 from dataproto_audit.codes import UsageError
 from dataproto_audit.contracts.stages import STAGES
 from dataproto_audit.dump.trace import Boundary, Step, Trace
-from dataproto_audit.dump.trace_read import broken
+from dataproto_audit.dump.trace_read import broken, intact
 from dataproto_audit.findings import Finding, Report
 from dataproto_audit.policy import Policy
 from dataproto_audit.probes import Settings
+from dataproto_audit.replay.of_file import said_of_file
 from dataproto_audit.replay.recording import LONE, PARTIAL
 
 
@@ -128,13 +127,16 @@ class Replay:
             lone = boundary.evidence.get(LONE) is True
             if boundary.part or lone or boundary.stage not in STAGES:
                 intact(boundary, view)
-                made.seen.append(Seen(boundary, view, self._alone(made, boundary, view)))
+                alone = self._alone(made, boundary, view)
+                alone.extend(said_of_file(boundary, self.policy))
+                made.seen.append(Seen(boundary, view, alone))
                 continue
             report = auditor.boundary(
                 boundary.stage, view, when=boundary.when, evidence=boundary.evidence,
                 partial=boundary.evidence.get(PARTIAL) is True,
             )  # fmt: skip
             intact(boundary, view)
+            report.extend(said_of_file(boundary, self.policy))
             made.seen.append(Seen(boundary, view, report))
             told = boundary.evidence.get("metrics")
             metrics |= told if isinstance(told, dict) else {}
@@ -157,16 +159,6 @@ class Replay:
             self._auditor.model = self.model if self.model is not None else False
             self._hash = mark
         return self._auditor
-
-
-def intact(boundary: Boundary, view: BatchView) -> None:
-    """Raise DPA820 where a field is not what its fingerprint says."""
-    for name, stored in boundary.fields.items():
-        if stored.kind == "objects" or not stored.fingerprint:
-            continue
-        mark = f"{int(view.row_hashes(name).sum(dtype=np.uint64)):016x}"
-        if mark != stored.fingerprint:
-            raise broken(boundary.step.folder / boundary.name, f"{name} is not what was recorded")
 
 
 def replay(

@@ -46,7 +46,7 @@ def story(verdict: Verdict) -> str:
 
 def _briefly(fault: Fault) -> str:
     """``: rows 4, 7 (shift)``."""
-    from dataproto_audit.replay.bisect import told
+    from dataproto_audit.replay.told import told
 
     said: dict[str, Any] = told(fault)
     rows = said["rows"]
@@ -57,7 +57,7 @@ def _briefly(fault: Fault) -> str:
 
 
 def _fault(fault: Fault, order: str) -> list[str]:
-    from dataproto_audit.replay.bisect import told
+    from dataproto_audit.replay.told import told
 
     said: dict[str, Any] = told(fault)
     lines = [f"  {order}: {said['stage']}, field {said['field'] or '(rows)'}"]

@@ -30,7 +30,8 @@ ORDER = {name: place for place, name in enumerate(STAGES)}
 COUNTS = frozenset({"DPA104", "DPA109", "DPA113", "DPA117", "DPA701", "DPA415"})
 """Codes that a wrong number of rows sets off again at later stages."""
 BETWEEN_FIELDS = frozenset({
-    "DPA401", "DPA402", "DPA403", "DPA404", "DPA411", "DPA412", "DPA414", "DPA415", "DPA501",
+    "DPA401", "DPA402", "DPA403", "DPA404", "DPA405", "DPA411", "DPA412", "DPA414", "DPA415",
+    "DPA501",
 })  # fmt: skip
 """Of the checks of groups, rewards and losses, those that do not recompute an output."""
 WITNESSED = frozenset({"DPA303", "DPA304"})
@@ -41,6 +42,11 @@ SETTINGS = frozenset({"DPA111", "DPA112"})
 AFTER_COUNTS = COUNTS | {"DPA502", "DPA703"}
 ACROSS = frozenset({"DPA104", "DPA105", "DPA106", "DPA107", "DPA113", "DPA114", "DPA116"})
 """Codes of what a boundary kept: they compare a stage with its own input."""
+SOMEWHERE = frozenset({"DPA307"})
+"""Codes that name cells of which one is wrong, and not which."""
+COMPARED = ("responses", "input_ids", "attention_mask", "response_mask")
+"""What a rollout makes at once: a check that compares two of these cannot tell which is wrong."""
+IDS_AND_MASKS = (*COMPARED, "prompts", "position_ids")
 LOG_PROBS = ("rollout_log_probs", "old_log_probs", "ref_log_prob", "update_log_probs", "entropys")
 UNDER_LOG_PROBS = (
     "prompts", "responses", "input_ids", "attention_mask", "position_ids", "temperature",
@@ -108,10 +114,14 @@ def suspects(step: Replayed, compared: Iterable[Compared]) -> list[Suspect]:
 
 
 def _rank(suspect: Suspect) -> int:
-    """What leads at one boundary: broken ids and masks, then what names its cells exactly."""
+    """What leads at one boundary: what the stage itself changed, broken ids and masks, then what
+    names its cells exactly."""
+    if suspect.code in ACROSS:
+        return 0
     if suspect.check != "recomputed":
-        return 0 if suspect.field in UNDER_LOG_PROBS else 3
-    return 1 if suspect.model else 2 if suspect.tokens else 4
+        # Rows of one uid with several prompts: the prompts are what the uid is compared with.
+        return 1 if suspect.field in UNDER_LOG_PROBS and suspect.code != "DPA402" else 4
+    return 2 if suspect.model else 3 if suspect.tokens else 5
 
 
 def _of_compared(step: Replayed, compared: Compared) -> Suspect:
@@ -267,6 +277,9 @@ def _spoils(suspect: Suspect) -> list[str]:
     """Fields that can no longer be trusted: of a setting, all that its stage writes with it."""
     name = suspect.field.split(".")[-1]
     declared = FIELDS.get(name)
+    probe = PROBES.get(suspect.check)
+    if name in COMPARED and suspect.stage == "rollout" and probe is not None:
+        return [name, *(n for n in probe.fields if n in COMPARED and n != name)]
     if name and declared is not None and declared.kind != "meta":
         return [name]
     if suspect.code in SETTINGS and suspect.stage in STAGES:

@@ -45,11 +45,17 @@ def noise(
     return np.broadcast_to(limit[:, None], gap.shape)
 
 
-def listed_bound(gap: NDArray[Any], looked: NDArray[np.bool_], dtype: str | None) -> float:
-    """From which difference on a cell of a wrong field is named."""
+def listed_bound(gap: NDArray[Any], looked: NDArray[np.bool_], dtype: str | None) -> Any:
+    """From which difference on a cell of a wrong field is named, ``[rows, 1]`` or one number.
+
+    In half precision a row that is wrong as a whole has its cells named from the mean bound on, as
+    the checks do; of other rows only cells far outside of it are.
+    """
     seen = gap[looked & np.isfinite(gap)]
     usual = float(np.median(seen)) if len(seen) else 0.0
     model = noise_between(dtype, "float32")
     if model.token is None:
-        return float(min(2 * model.mean, max(FLOOR, MANY * usual)))
+        wrong = np.isfinite(noise(gap, gap, looked, dtype)).all(1, keepdims=True)
+        most = np.where(wrong, model.mean, 2 * model.mean)
+        return np.minimum(most, max(FLOOR, MANY * usual))
     return max(FLOOR, MANY * usual) if MANY * usual < model.token else MOST

@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataproto_audit.probes import Settings
-from dataproto_audit.replay.update_terms import TERMS, loss_terms, unreadable, unusable
+from dataproto_audit.probes.loss_terms import TERMS as SPLIT_TERMS
+from dataproto_audit.probes.loss_terms import Undecided, unreadable
+from dataproto_audit.replay.update_terms import TERMS, loss_terms, unusable, value_terms
 
 Index = NDArray[np.int64]
 COUNTED = ("peak_token_sum", "token_limit")
@@ -58,14 +60,16 @@ def _micro_batches(
     kept: dict[int, int] = {}
     stays: list[list[int]] = []
     for number, micro in enumerate(lists):
-        inside = [at for at, i in enumerate(micro) if start + i in place or start + i < 0]
+        inside = [at for at, i in enumerate(micro) if i < 0 or start + i in place]
         if not inside and micro:
             continue
         kept[number] = len(held)
         stays.append(inside)
-        held.append([place.get(start + micro[at], micro[at] + begin) - begin for at in inside])
-        old = sum(int(before[start + i]) for i in micro if 0 <= start + i < len(before))
-        new = sum(int(after[begin + i]) for i in held[-1] if 0 <= begin + i < len(after))
+        # A negative row is a row of nobody, and stays one; of the rank before, it would be one.
+        held.append([micro[at] if micro[at] < 0 else place[start + micro[at]] - begin
+                     for at in inside])  # fmt: skip
+        old = sum(int(before[start + i]) for i in micro if i >= 0 and start + i < len(before))
+        new = sum(int(after[begin + i]) for i in held[-1] if i >= 0 and begin + i < len(after))
         counted.append((int(sums[number]) if number < len(sums) else old) - old + new)
     made: dict[str, Any] = {"indices": held, "micro_batches": counted}
     if isinstance(note.get("mini_batches"), list):
@@ -112,11 +116,15 @@ def cut_losses(
     before: Mapping[str, Any],
     after: Mapping[str, Any],
     settings: Settings,
+    *,
+    ranks: tuple[Any, Any] = ((), ()),
 ) -> list[dict[str, Any]]:
-    """Loss terms of each mini-batch for the rows that stay; ``before`` and ``after`` are fields.
+    """Loss terms of each mini-batch for the rows that stay; ``before`` and ``after`` are fields,
+    ``ranks`` the notes of the ranks before and after.
 
-    Where they cannot be computed, from a broken field for one, they stay as they were told. Of a
-    policy loss that is not known, what depends on it is left out.
+    Where they cannot be computed, from a broken field for one, they stay as they were told; of a
+    mean over micro-batches that were not recorded, what depends on those. Of a policy loss that is
+    not known, what depends on it is left out.
     """
     if unusable(before, settings) or unusable(after, settings):
         return [dict(told) for told in losses]
@@ -125,13 +133,35 @@ def cut_losses(
         made, how = dict(told), told
         if unreadable(told):
             made = {name: value for name, value in told.items() if name not in BY_MODE}
-            how = {}
-        old, new = (loss_terms(fields, number, settings, told=how) for fields in (before, after))
+            how = {name: told[name] for name in ("split", "old") if name in told}
+        sides = ((before, ranks[0]), (after, ranks[1]))
+        names: tuple[str, ...] = TERMS
+        try:
+            old, new = (loss_terms(f, number, settings, told=how, ranks=r) for f, r in sides)
+        except Undecided:
+            how = {name: value for name, value in how.items() if name != "split"}
+            old, new = (loss_terms(f, number, settings, told=how) for f, _ in sides)
+            names = tuple(name for name in TERMS if name not in SPLIT_TERMS)
         eps = told.get("eps") or 0.0
-        for name in TERMS:
+        for name in names:
             if old and new and isinstance(made.get(name), (int, float)):
                 rough = 0.0 if name == "normaliser" else float(eps)
                 made[name] = _carried(float(told[name]), old[name], new[name], rough)
+        out.append(made)
+    return out
+
+
+def cut_value_losses(
+    losses: Sequence[Mapping[str, Any]], before: Mapping[str, Any], after: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The same of a critic's losses; where they cannot be computed, they stay as they were told."""
+    out = []
+    for number, told in enumerate(losses):
+        made = dict(told)
+        old, new = (value_terms(fields, number, told) for fields in (before, after))
+        for name in old if new else ():
+            if isinstance(told.get(name), (int, float)):
+                made[name] = _carried(float(told[name]), old[name], new[name])
         out.append(made)
     return out
 

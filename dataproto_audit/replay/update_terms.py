@@ -5,31 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dataproto_audit.probes import Settings
+from dataproto_audit.probes.loss_terms import (
+    ENTROPY,
+    REF,
+    WEIGHTS,
+    arguments_of,
+    parts_of,
+    terms_of,
+)
 from dataproto_audit.reference.kl import KL_KINDS
-from dataproto_audit.reference.losses import AGGREGATION_MODES, LOSS_MODES, policy_loss
+from dataproto_audit.reference.losses import AGGREGATION_MODES, count_normaliser
+from dataproto_audit.reference.values import value_loss
 
 NEEDS = ("update_log_probs", "mini_batch", "old_log_probs", "advantages", "response_mask")
 TERMS = ("pg_loss", "kl_loss", "entropy_loss", "total", "normaliser")
-REF, ENTROPY, WEIGHTS = "ref_log_prob", "update_entropys", "rollout_is_weights"
 
 
 def fields_used(has: Callable[[str], bool], s: Settings) -> list[str]:
-    """Names that the loss is computed from; ``has`` says which fields there are.
-
-    A KL coefficient counts only with ``use_kl_loss``: without it the KL is in the reward, or off.
-    """
-    used = [*NEEDS]
-    if s.use_kl_loss and (s.kl_loss_coef or has(REF)):
-        used.append(REF)
-    if s.entropy_coeff:
-        used.append(ENTROPY)
-    if has(WEIGHTS):
-        used.append(WEIGHTS)
-    return used
+    """Names that the loss is computed from; ``has`` says which fields there are."""
+    own = arguments_of(has, s, {}).values()
+    return [*NEEDS, *(name for name in (REF, ENTROPY, WEIGHTS) if name in own)]
 
 
 def unusable(fields: Mapping[str, Tensor], s: Settings) -> str:
@@ -57,57 +58,53 @@ def unusable(fields: Mapping[str, Tensor], s: Settings) -> str:
     return ""
 
 
-def unreadable(told: Mapping[str, Any]) -> str:
-    """Why the policy loss that an entry of ``losses`` names is not computed; empty where it is."""
-    mode, gates = told.get("loss_mode", "vanilla"), told.get("gate_temperatures")
-    if mode not in LOSS_MODES:
-        return f"no policy loss is called {mode}"
-    if gates is None or _pair(gates):
-        return ""
-    return "gate_temperatures are no two positive numbers"
-
-
-def _pair(gates: object) -> bool:
-    return (
-        isinstance(gates, (list, tuple))
-        and len(gates) == 2
-        and all(isinstance(g, (int, float)) and 0 < g < float("inf") for g in gates)
-    )
+def rows_of(fields: Mapping[str, Tensor], number: int) -> NDArray[np.int64]:
+    """Rows of mini-batch ``number``."""
+    rows: NDArray[np.int64] = torch.nonzero(fields["mini_batch"] == number).reshape(-1).numpy()
+    return rows
 
 
 def loss_terms(
-    fields: Mapping[str, Tensor], number: int, s: Settings, *, told: Mapping[str, Any] | None = None
-) -> dict[str, float]:
+    fields: Mapping[str, Tensor], number: int, s: Settings, *,
+    told: Mapping[str, Any] | None = None, ranks: Any = (),
+) -> dict[str, float]:  # fmt: skip
     """Terms of mini-batch ``number``, by name; {} where no row is in it.
 
     Fields are ``[rows, response]``, ``mini_batch`` is ``[rows]``. ``told`` is the mini-batch's
-    entry of ``losses``: which policy loss it is (``loss_mode``, ``gate_temperatures``; PPO's where
-    it does not say), and whether new log-probs stood in for old ones (``old``). Only where
-    :func:`unusable` and :func:`unreadable` have nothing to say. Not covered: ``split``, the mean
-    over micro-batches.
+    entry of ``losses`` and ``ranks`` the notes of the ranks, see :mod:`..probes.loss_terms`. Only
+    where :func:`unusable` and :func:`..probes.loss_terms.unreadable` have nothing to say. Raises
+    :class:`..probes.loss_terms.Undecided` where micro-batches count and were not recorded.
     """
-    told = told or {}
-    rows = torch.nonzero(fields["mini_batch"] == number).reshape(-1)
+    told, rows = told or {}, rows_of(fields, number)
     if not len(rows):
         return {}
-    used = fields_used(fields.__contains__, s)
-    part = {name: fields[name][rows] for name in used}
-    part = {name: t if name == "response_mask" else t.float() for name, t in part.items()}
-    if told.get("old") == "new":
-        part["old_log_probs"] = part["update_log_probs"]
-    other: dict[str, Any] = {"loss_mode": told.get("loss_mode", "vanilla")}
-    if told.get("gate_temperatures") is not None:
-        other["gate_temperatures"] = tuple(map(float, told["gate_temperatures"]))
-    with torch.inference_mode():
-        made = policy_loss(
-            part["update_log_probs"], part["old_log_probs"], part["advantages"],
-            part["response_mask"],
-            ref_log_prob=part.get(REF), entropy=part.get(ENTROPY),
-            rollout_is_weights=part.get(WEIGHTS),
-            clip_ratio_low=s.clip_ratio_low, clip_ratio_high=s.clip_ratio_high,
-            clip_ratio_c=s.clip_ratio_c, loss_agg_mode=s.loss_agg_mode or "token-mean",
-            kl_loss_coef=s.kl_loss_coef or 0.0 if REF in used else 0.0,
-            kl_loss_type=s.kl_loss_type or "low_var_kl", entropy_coeff=s.entropy_coeff or 0.0,
-            **other,
-        )  # fmt: skip
+    made = terms_of(
+        fields.__getitem__, fields.__contains__, rows, s, told,
+        parts=parts_of(ranks, rows, number) if told.get("split") else (),
+    )  # fmt: skip
     return {name: float(made[name]) for name in TERMS}  # type: ignore[literal-required]  # the names are LossTerms' keys
+
+
+OF_CRITIC = ("update_values", "values", "returns", "response_mask")
+
+
+def value_terms(
+    fields: Mapping[str, Tensor], number: int, told: Mapping[str, Any]
+) -> dict[str, float]:
+    """``vf_loss`` and ``normaliser`` of the critic's mini-batch ``number``, as ``told`` says how;
+    {} where no row is in it, or a field or setting is missing or of another kind."""
+    mode, clip = told.get("loss_agg_mode"), told.get("cliprange_value")
+    numbers = fields.get("value_mini_batch")
+    if mode not in AGGREGATION_MODES or not isinstance(clip, (int, float)) or numbers is None:
+        return {}
+    rows = torch.nonzero(numbers == number).reshape(-1)
+    held = [fields[name] for name in OF_CRITIC if name in fields]
+    if not len(rows) or len(held) < len(OF_CRITIC) or len({t.shape for t in held}) > 1:
+        return {}
+    if held[-1].is_floating_point() or not all(t.is_floating_point() for t in held[:-1]):
+        return {}
+    part = [tensor[rows] for tensor in held]
+    return {
+        "vf_loss": float(value_loss(*part, clip=float(clip), loss_agg_mode=str(mode))),
+        "normaliser": float(count_normaliser(part[-1], str(mode))),
+    }

@@ -67,7 +67,7 @@ def located(
     truth = made.truths.get(fault.name)
     if truth is None or not truth.rows:
         return None, None
-    moved = fault.stage in EARLY and _after_balance(str(told.get("boundary") or ""))
+    moved = fault.stage in EARLY and after_balance(str(told.get("boundary") or ""))
     rows, cells = set(told["rows"]), {tuple(cell) for cell in told["tokens"]}
     row_right, token_right = False, False
     for one in (truth, *truth.also):
@@ -80,7 +80,8 @@ def located(
     return row_right, token_right if truth.columns else None
 
 
-def _after_balance(boundary: str) -> bool:
+def after_balance(boundary: str) -> bool:
+    """True for the name of a boundary whose rows were balanced."""
     number, _, name = boundary.partition("_")
     early = ("prompts", "rollout", "union", "balance_before")
     return number.isdigit() and not name.startswith(early)

@@ -55,3 +55,63 @@ def test_an_unknown_policy_loss_is_said():
     told = [{"loss_mode": "cispo", "total": 1.0}]
     [(name, _, _, _, missing)] = compared(tensors(), told)
     assert (name, missing) == ("loss", "loss: no policy loss is called cispo")
+
+
+RANKS = [{"rank": 0, "rows": 4, "indices": [[2, 0], [3, 1]]}]
+OF_PARTS = "loss: not recorded: micro-batches that make up each mini-batch (mini-batch 0)"
+
+
+def ragged():
+    made = tensors()
+    made["response_mask"] = (torch.arange(6) <= torch.arange(4)[:, None]).long()
+    return made
+
+
+def loss(made, rows, **more):
+    names = ("update_log_probs", "old_log_probs", "advantages", "response_mask")
+    return policy_loss(
+        *(made[name][rows] for name in names), clip_ratio_low=0.2, clip_ratio_high=0.2,
+        clip_ratio_c=None, **more,
+    )  # fmt: skip
+
+
+def test_a_mean_over_micro_batches_is_recomputed_as_one():
+    made = ragged()
+    total = float(sum(loss(made, micro)["total"] for micro in RANKS[0]["indices"]) / 2)
+    assert abs(total - float(loss(made, [0, 1, 2, 3])["total"])) > 0.01
+    told = {"losses": [{"split": "rows", "total": total}], "ranks": RANKS}
+    [(_, recorded, expected, bound, _)] = losses(view(made), told, SETTINGS)
+    assert abs(recorded - expected) <= bound
+    told["losses"][0]["total"] += 0.01
+    [(_, recorded, expected, bound, _)] = losses(view(made), told, SETTINGS)
+    assert abs(recorded - expected) > bound
+
+
+@pytest.mark.parametrize("ranks", [None, [], [{"rank": 0, "rows": 4, "indices": [[2, 0]]}]])
+def test_a_mean_over_micro_batches_that_nobody_recorded_is_said(ranks):
+    made = ragged()
+    first = float(loss(made, [0, 1])["total"])
+    made["mini_batch"] = torch.tensor([0, 0, 1, 1])
+    told = [{"split": "rows", "total": 1.0}, {"total": float(loss(made, [2, 3])["total"])}]
+    [unknown, (name, recorded, expected, bound, _)] = losses(
+        view(made), {"losses": told, "ranks": ranks}, SETTINGS
+    )
+    assert (unknown[0], unknown[4]) == ("loss", OF_PARTS)
+    assert (name, len(recorded)) == ("total", 1)
+    assert first != recorded
+    assert abs(recorded - expected) <= bound
+
+
+def test_new_log_probs_for_old_ones_and_a_rough_number_are_recomputed():
+    made = tensors()
+    same = {**made, "old_log_probs": made["update_log_probs"]}
+    total = float(loss(same, [0, 1, 2, 3])["total"])
+    for told, fits in (
+        ({"old": "new", "total": total}, True),
+        ({"old": "new", "total": total + 0.01}, False),
+        ({"old": "new", "total": total + 0.01, "eps": 2.0**-6}, True),
+        ({"old": "new", "total": total + 1.0, "eps": 2.0**-6}, False),
+        ({"total": total}, False),
+    ):
+        [(_, recorded, expected, bound, _)] = compared(made, [told])
+        assert bool(abs(recorded - expected) <= bound) is fits, told

@@ -65,6 +65,18 @@ def test_rows_of_a_second_rank_and_rows_of_nobody():
     assert note["attended"] == [{"micro_batch": 0, "lengths": [3, 5, 3], "seen": [3, 5, 1]}]
 
 
+def test_a_row_of_nobody_is_not_the_last_row_of_the_rank_before():
+    """-1 on the second rank, whose first row is row 4 of the batch; row 3 is cut."""
+    first = {"rank": 0, "rows": 4, "indices": [[0, 1, 2, 3]], "micro_batches": [30]}
+    second = {"rank": 1, "rows": 2, "indices": [[-1, 1, 0]], "micro_batches": [9]}
+    before = np.array([9, 8, 7, 6, 4, 5])
+    for rows in ([2, 4, 5], [3, 4, 5]):
+        kept = np.array(rows)
+        _, note = cut_ranks([first, second], kept, before, before[kept])
+        assert note["indices"] == [[-1, 1, 0]]
+        assert note["micro_batches"] == [9]
+
+
 @pytest.mark.parametrize("wrong", [False, True])
 @pytest.mark.parametrize("columns", [False, True])
 def test_the_check_finds_the_same_row_after_a_cut(wrong, columns):

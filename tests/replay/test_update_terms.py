@@ -2,13 +2,15 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from dataproto_audit.probes import Settings
+from dataproto_audit.probes.loss_terms import unreadable
 from dataproto_audit.reference.losses import policy_loss
-from dataproto_audit.replay.update_evidence import cut_losses
-from dataproto_audit.replay.update_terms import fields_used, loss_terms, unreadable, unusable
+from dataproto_audit.replay.update_evidence import cut_losses, cut_ranks, cut_value_losses
+from dataproto_audit.replay.update_terms import fields_used, loss_terms, unusable, value_terms
 
 SETTINGS = Settings(loss_agg_mode="token-mean", clip_ratio_low=0.2, clip_ratio_high=0.2)
 
@@ -134,6 +136,57 @@ def test_new_log_probs_that_stood_in_for_old_ones_do_so_after_a_cut():
     assert cut["total"] == pytest.approx(-float(after["advantages"].mean()), rel=1e-5)
 
 
+RANKS = [
+    {"rank": 0, "rows": 4, "indices": [[2, 0], [3], [1]]},
+    {"rank": 1, "rows": 4, "indices": [[0, 1, 2], [3]]},
+]  # fmt: skip
+
+
+def split_apart(made, ranks, **how):
+    """The mean of the ranks' means of their micro-batches, weighted by rows; by hand."""
+    total, start = 0.0, 0
+    for rank in ranks:
+        for micro in rank["indices"]:
+            part = {name: tensor[[start + at for at in micro]] for name, tensor in made.items()}
+            total += directly(part, **how)["total"] * len(micro) / rank["rows"] / len(ranks)
+        start += rank["rows"]
+    return total
+
+
+def ragged(rows=8, width=5):
+    """Rows of 1 to ``width`` tokens, so that a mean over micro-batches is not that over all."""
+    made = fields(rows, width)
+    made["response_mask"] = (torch.arange(width) <= torch.arange(rows)[:, None] % width).long()
+    return made
+
+
+@pytest.mark.parametrize("more", [{}, {"old": "new"}, {"eps": 2.0**-8}, {"loss_mode": "gspo"}])
+def test_a_mean_over_micro_batches_is_cut_as_one(more):
+    before, kept = ragged(), np.array([0, 1, 2, 4, 5])
+    after = {name: tensor[torch.from_numpy(kept)] for name, tensor in before.items()}
+    used = [{**made, "old_log_probs": made["update_log_probs"]} if more.get("old") == "new"
+            else made for made in (before, after)]  # fmt: skip
+    attended = [made["response_mask"].sum(1).numpy() for made in (before, after)]
+    ranks = cut_ranks(RANKS, kept, *attended)
+    how = {name: more[name] for name in ("loss_mode",) if name in more}
+    told = {"split": "rows", "total": split_apart(used[0], RANKS, **how), **more}
+    assert told["total"] != pytest.approx(directly(used[0], **how)["total"], rel=1e-2)
+    [cut] = cut_losses([told], before, after, SETTINGS, ranks=(RANKS, ranks))
+    assert cut["total"] == pytest.approx(split_apart(used[1], ranks, **how), rel=1e-5)
+    [wrong] = cut_losses(
+        [{**told, "total": 3 * told["total"]}], before, after, SETTINGS, ranks=(RANKS, ranks)
+    )
+    assert wrong["total"] == pytest.approx(3 * cut["total"], rel=1e-5)
+
+
+def test_a_mean_over_micro_batches_that_nobody_recorded_stays_as_it_was_told():
+    before = ragged()
+    after = {name: tensor[:3] for name, tensor in before.items()}
+    told = {"split": "rows", "total": 7.0, "normaliser": float(before["response_mask"].sum())}
+    [cut] = cut_losses([told], before, after, SETTINGS)
+    assert cut == {**told, "normaliser": float(after["response_mask"].sum())}
+
+
 def test_rounding_of_a_loss_near_zero_does_not_grow_with_a_cut():
     """Advantages of a group add up to 0, so that the loss of all rows is rounding alone."""
     before = fields(2, 3, advantages=torch.tensor([[1.0, 1.0, 1.0], [-1.0, -1.0, -1.0]]))
@@ -142,3 +195,35 @@ def test_rounding_of_a_loss_near_zero_does_not_grow_with_a_cut():
     after = {name: tensor[:1] for name, tensor in before.items()}
     [cut] = cut_losses([{"total": 1e-3, "eps": 2e-3}], before, after, SETTINGS)
     assert cut["total"] == pytest.approx(-1.0, rel=1e-3)
+
+
+def critic(rows=6, width=4):
+    torch.manual_seed(3)
+    made = {name: torch.randn(rows, width) for name in ("update_values", "values", "returns")}
+    made["response_mask"] = (torch.arange(width) <= torch.arange(rows)[:, None] % width).long()
+    return {**made, "value_mini_batch": torch.arange(rows) % 2}
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_the_losses_of_a_critic_are_cut_with_it(factor):
+    before = critic()
+    after = {name: tensor[[0, 1, 4, 5]] for name, tensor in before.items()}
+    told = [{"cliprange_value": 0.5, "loss_agg_mode": "token-mean"} for _ in range(2)]
+    for number, entry in enumerate(told):
+        entry |= value_terms(before, number, entry)
+        entry["vf_loss"] *= factor
+    for number, entry in enumerate(cut_value_losses(told, before, after)):
+        want = value_terms(after, number, entry)
+        assert entry["normaliser"] == want["normaliser"] != told[number]["normaliser"]
+        assert entry["vf_loss"] == pytest.approx(factor * want["vf_loss"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"values": torch.zeros(6, 3)}, {"value_mini_batch": torch.full((6,), 7)},
+     {"response_mask": torch.ones(6, 4)}],
+)  # fmt: skip
+def test_losses_of_a_critic_that_cannot_be_computed_stay(change):
+    told = [{"cliprange_value": 0.5, "loss_agg_mode": "token-mean", "vf_loss": 3.0}]
+    assert cut_value_losses(told, {**critic(), **change}, critic()) == told
+    assert value_terms(critic(), 0, {**told[0], "loss_agg_mode": "x"}) == {}

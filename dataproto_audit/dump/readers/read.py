@@ -43,6 +43,14 @@ REMEDY = (
     "one of these."
 )
 TEXT = frozenset({".txt", ".md", ".log", ".yaml", ".yml", ".toml", ".py"})
+OTHERS = {
+    b"\x89PNG": "a PNG image", b"\xff\xd8\xff": "a JPEG image", b"GIF8": "a GIF image",
+    b"%PDF": "a PDF document", b"\x7fELF": "a program or library", b"GGUF": "a GGUF model",
+    b"\x89HDF": "an HDF5 file", b"\x93NUMPY": "a NumPy array", b"BZh": "a bzip2 archive",
+    b"\xfd7zXZ": "an xz archive", b"(\xb5/\xfd": "a Zstandard archive",
+    b"ARROW1": "an Arrow file", b"SQLite format 3": "an SQLite database",
+}  # fmt: skip
+"""What other files begin with."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +149,9 @@ def _of_bytes(path: Path, data: bytes) -> list[Saved]:
         raise ValueError("it is text")
     if data.startswith(b"\x1f\x8b") or data.lstrip(b" \t\r\n\xef\xbb\xbf")[:1] == b"{":
         return frameworks.of_rows(path, "jsonl", tables.json_rows(data))
+    other = next((kind for magic, kind in OTHERS.items() if data.startswith(magic)), None)
+    if other is not None:  # the first letters of most are opcodes, too
+        raise ValueError(f"it is {other}")
     confine(path, len(data))
     try:
         value, opaque = load(data)

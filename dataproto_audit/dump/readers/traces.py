@@ -6,6 +6,7 @@ from pathlib import Path
 
 from dataproto_audit.dump.readers.saved import Hint, Saved, parts
 from dataproto_audit.dump.trace import Trace
+from dataproto_audit.dump.trace_read import intact
 
 
 def of_trace(path: Path) -> list[Saved]:
@@ -16,6 +17,7 @@ def of_trace(path: Path) -> list[Saved]:
         step = trace.step(number)
         for boundary in step.boundaries:
             view = boundary.view()
+            intact(boundary, view)
             batch = parts(view.tensors, view.arrays, view.meta)
             hint = Hint(boundary.stage, boundary.when, step=number)
             place = f"step {number} {boundary.name}"
