@@ -27,7 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -47,7 +47,7 @@ QUICK = "not (engine or verl or verl_wheel or slow)"
 TIMEOUT_S = 300
 # Each run is a fork of a process that has libraries imported, none that pytest would rewrite.
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["numpy", "torch", "tensordict"])
+SERVER.set_forkserver_preload(["numpy", "torch", "tensordict", "pandas", "pyarrow"])
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,19 @@ def draw(count: int, seed: int) -> list[Mutant]:
     chance.shuffle(everywhere)
     for alternatives in everywhere:
         mutant = chance.choice(alternatives)
-        if source(mutant) is not None:
-            drawn.append(mutant)
+        changed = source(mutant)
+        if changed is not None:
+            drawn.append(replace(mutant, line=_first_line(mutant, changed)))
         if len(drawn) == count:
             break
     return drawn
+
+
+def _first_line(mutant: Mutant, changed: str) -> int:
+    """The line that is changed: not all replacements of one thing are counted alike."""
+    before = (ROOT / mutant.module).read_text().splitlines()
+    pairs = enumerate(zip(before, changed.splitlines(), strict=False), 1)
+    return next((number for number, (old, new) in pairs if old != new), mutant.line)
 
 
 def executed_by(root: Path) -> dict[str, dict[int, list[str]]]:

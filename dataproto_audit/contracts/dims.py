@@ -56,8 +56,7 @@ def factor_story(actual: int, expected: int, factors: Mapping[str, int]) -> str:
         return ""
     quotient = large // small
     for name, value in factors.items():
-        if value == quotient and value > 1:
+        if value == quotient:
             side = "the other side was not repeated" if actual > expected else "not repeated"
-            other = expected if actual > expected else actual
-            return f"{large} = {other} x {name} ({name}={value}): {side}"
+            return f"{large} = {small} x {name} ({name}={value}): {side}"
     return f"{large} = {small} x {quotient}"

@@ -81,16 +81,13 @@ def _positions(attended: Any) -> Any:
 
 
 def _position_bad(block: Block) -> Any:
-    positions = block["position_ids"]
-    if positions.ndim != 2:  # rotary positions on several axes, [B, axes, T]
-        return np.zeros((1, 1), bool)
-    return (positions != _positions(block.attended)) & block.attended
+    return (block["position_ids"] != _positions(block.attended)) & block.attended
 
 
 def _positions_wrong(block: Block) -> bool:
     """Whether any attended position is wrong. In an unbroken row they count from 0."""
     positions, on = block["position_ids"], block.attended
-    if positions.ndim != 2 or not on.shape[1]:
+    if positions.ndim != 2:  # rotary positions on several axes, [B, axes, T]
         return False
     if (compiled := fast.loops(positions.size)) is not None:
         return bool(compiled.positions_wrong(positions, on))

@@ -21,16 +21,16 @@ from dataproto_audit.probes.scan import ATTENDED, any_of, per_row, some
 AT = ("rollout", "validation")
 
 
-def _end(block: Block) -> Any:
-    """Columns up to the last attended response token, holes counted; 0 without any."""
-    on = block.response_attention
+def _end(on: Any) -> Any:
+    """Columns of ``on [B,W]`` up to the last True of each row, holes counted; 0 without any."""
     if not on.shape[1]:
         return np.zeros(len(on), np.int64)
     last = on[:, ::-1].argmax(1)
     return np.where(on[np.arange(len(on)), -1 - last], on.shape[1] - last, 0)
 
 
-RESPONSE_END = per_row("response_end", ATTENDED, _end)
+RESPONSE_END = per_row("response_end", ATTENDED, lambda block: _end(block.response_attention))
+"""Columns up to the last attended response token of each row."""
 
 
 def _not_binary(mask: Any) -> Any:
@@ -107,16 +107,13 @@ def padding_side(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Ite
     if stats["padding"]:
         block, prompt = Block(view, slice(None)), view.prompt or 0
         used = block.mask if readable("response_mask", view, ctx) else block.response_attention
-        width = used.shape[1]
-        ends = np.where(used.any(1), width - used[:, ::-1].argmax(1), 0)
-        filled = block.attended[:, :prompt][:, ::-1]
+        filled = block.attended[:, :prompt]
         if readable("prompts", view, ctx) and ctx.settings.pad_id is not None:
-            filled = (view.numpy("prompts") != ctx.settings.pad_id)[:, ::-1]
-        starts = np.where(filled.any(1), prompt - filled[:, ::-1].argmax(1), 0)
+            filled = view.numpy("prompts") != ctx.settings.pad_id
         bad = np.concatenate(
             [
-                _misplaced(block.attended[:, :prompt][:, ::-1], starts)[:, ::-1],
-                _misplaced(block.response_attention, ends),
+                _misplaced(block.attended[:, :prompt][:, ::-1], _end(filled[:, ::-1]))[:, ::-1],
+                _misplaced(block.response_attention, _end(used)),
             ],
             axis=1,
         )
@@ -225,13 +222,8 @@ def stop_token(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Itera
 
 
 def _said_stop(reasons: Any) -> Any:
-    try:
-        said = reasons == "stop"
-    except ValueError:  # arrays among the entries
-        said = None
-    if isinstance(said, np.ndarray) and said.dtype.kind == "b":
-        return said
-    return np.array([isinstance(reason, str) and reason == "stop" for reason in reasons])
+    """One by one: there may be arrays among the entries."""
+    return np.array([isinstance(reason, str) and reason == "stop" for reason in reasons], bool)
 
 
 def _limit(ctx: Context, width: int) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from dataproto_audit.batch import BatchView
 from dataproto_audit.probes.context import row_numbers
 from dataproto_audit.probes.noise import Noise
-from dataproto_audit.probes.trie import SharedCells, largest_sum, prefix_sums, spreads
+from dataproto_audit.probes.trie import SharedCells, beyond_one, spreads
 
 SHIFTS = (1, -1)
 FEW = 0.25
@@ -83,8 +83,8 @@ def _left(cells: SharedCells, whole: Any, noise: Noise, by: int = 0) -> int:
     highest = np.maximum.reduceat(filled, cells.start)
     highest[np.isinf(highest)] = np.nan
     values = np.where(np.isfinite(values), values, highest[pair])
-    beyond = prefix_sums(cells, values) > largest_sum(noise)
-    return len(spreads(cells, values, noise)[2]) + int(beyond.sum())
+    beyond = beyond_one(cells, values, noise)[1]
+    return len(spreads(cells, values, noise)[2]) + len(beyond)
 
 
 def _shift(cells: SharedCells, values: Any, noise: Noise, bad: Any) -> int:

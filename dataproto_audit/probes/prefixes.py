@@ -23,6 +23,7 @@ from dataproto_audit.probes.registry import probe
 from dataproto_audit.probes.trie import (
     NEEDS,
     SharedCells,
+    beyond_one,
     largest_sum,
     prefix_sums,
     shared_cells,
@@ -157,8 +158,7 @@ def _prefix_probes(field: str, stage: str) -> None:
         cells = _cells(view, ctx)
         noise = noise_of(view, ctx, field, field)
         values = view.numpy(field)[cells.row, cells.column].astype(np.float64)
-        total = prefix_sums(cells, values)
-        wrong = np.flatnonzero(total > largest_sum(noise))
+        total, wrong = beyond_one(cells, values, noise)
         if len(wrong):
             bad = np.zeros(view.numpy(field).shape, bool)
             inside = np.isin(cells.prefix, wrong)

@@ -49,11 +49,14 @@ class ProbabilityGap(NamedTuple):
 
     @property
     def correlation(self) -> float:
-        """Pearson correlation of ``p`` and ``q``; NaN where one of them does not vary.
+        """Pearson correlation of ``p`` and ``q``; NaN where one of them does not vary, as below two
+        tokens.
 
         From the variance of the difference, which is exact where the two hardly differ.
         """
-        n, q = max(self.tokens, 1), self.p - self.e
+        if self.tokens < 2:
+            return math.nan
+        n, q = self.tokens, self.p - self.e
         of_p, of_q = self.pp - self.p**2 / n, self.qq - q**2 / n
         if not (of_p > 0 and of_q > 0):
             return math.nan
@@ -125,5 +128,5 @@ def debug_metrics(batch: Any) -> dict[str, float]:
         "training/rollout_probs_diff_max": gap.largest if gap.tokens else math.nan,
         "training/rollout_probs_diff_mean": gap.mean,
         "training/rollout_probs_diff_std": gap.std,
-        "training/rollout_actor_probs_pearson_corr": gap.correlation if gap.tokens else math.nan,
+        "training/rollout_actor_probs_pearson_corr": gap.correlation,
     }

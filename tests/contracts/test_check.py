@@ -13,7 +13,14 @@ from dataproto_audit.contracts.check import (
     undeclared,
     wrong_fields,
 )
-from dataproto_audit.contracts.dims import EXPAND_N, PERMUTE, SAME, Rows, expected_rows
+from dataproto_audit.contracts.dims import (
+    EXPAND_N,
+    PERMUTE,
+    SAME,
+    Rows,
+    expected_rows,
+    factor_story,
+)
 from dataproto_audit.contracts.fields import FIELDS, declare
 from dataproto_audit.contracts.stages import STAGES, Stage
 
@@ -238,3 +245,53 @@ def test_axes_and_kind_are_checked_though_sizes_are_unknown():
     assert wrong_fields(BatchView.of({"batch": ids})) == []
     floats = BatchView.of({"batch": {"input_ids": torch.ones(2, 4)}})
     assert [(v.code, v.field) for v in wrong_fields(floats)] == [("DPA102", "input_ids")]
+
+
+@pytest.mark.parametrize("shape", [(2 * B, R, 1), (2 * B,), (2 * B, 3, R, 1)])
+def test_another_number_of_axes_has_no_factor(shape):
+    """Sizes are compared axis by axis only where there are as many as declared."""
+    [found] = wrong_fields(batch(old_log_probs=torch.zeros(shape)), factors={"n": 2})
+    assert found.code == "DPA103"
+    assert "factor" not in found.evidence
+    assert found.causes == ("wrong_width",)
+
+
+def test_a_wrong_width_may_have_a_factor_and_is_no_lost_row():
+    [found] = wrong_fields(batch(old_log_probs=torch.zeros(B, 2 * R)), factors={"sp": 2})
+    assert found.evidence["factor"] == "10 = 5 x sp (sp=2): the other side was not repeated"
+    assert found.causes == ("wrong_width",)
+
+
+def test_rows_that_are_all_alike_are_no_copies():
+    [found] = wrong_fields(batch(old_log_probs=torch.zeros(2 * B, R)), factors={})
+    assert found.causes == ("not_repeated",)
+    [found] = wrong_fields(batch(old_log_probs=torch.rand(B + 1, R)), factors={})
+    assert found.causes == ("rows_lost",)
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "factors", "story"),
+    [
+        (12, 4, {"n": 3}, "12 = 4 x n (n=3): the other side was not repeated"),
+        (4, 12, {"n": 3}, "12 = 4 x n (n=3): not repeated"),
+        (12, 4, {"n": 2}, "12 = 4 x 3"),
+        (12, 4, {"n": 2, "dp": 3, "tp": 3}, "12 = 4 x dp (dp=3): the other side was not repeated"),
+        (4, 4, {"n": 1}, ""),
+        (13, 4, {"n": 3}, ""),
+        (0, 4, {"n": 3}, ""),
+        (4, 0, {"n": 3}, ""),
+        (-4, 4, {"n": 3}, ""),
+        (1, 4, {"n": 4}, "4 = 1 x n (n=4): not repeated"),
+    ],
+)
+def test_the_factor_that_explains_a_size(actual, expected, factors, story):
+    assert factor_story(actual, expected, factors) == story
+
+
+@pytest.mark.parametrize(
+    ("relation", "sizes", "rows"),
+    [(SAME, {}, 6), (PERMUTE, {}, 6), (EXPAND_N, {"n": 3}, 18), (EXPAND_N, {}, None),
+     (Rows("drop"), {"n": 3}, None), (Rows("pad"), {}, None)],
+)  # fmt: skip
+def test_rows_after_a_stage(relation, sizes, rows):
+    assert expected_rows(relation, 6, sizes) == rows

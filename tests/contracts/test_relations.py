@@ -228,3 +228,69 @@ def test_uids_tell_why_rows_belong_to_another_prompt(change, causes):
     )
     [found] = compare_expanded(origin, after, 3)
     assert (found.code, found.causes) == ("DPA404", causes)
+
+
+def _unchanged(change):
+    """Violations where ``scores`` changes to what ``change`` makes of it, and nothing else."""
+    before = RowState(BatchView.of(batch()))
+    after = batch()
+    for part, fields in before.view.tensors.items():
+        after["batch"][part] = fields
+    after["batch"]["scores"] = change(after["batch"]["scores"].clone())
+    return compare_unchanged("here", before, RowState(BatchView.of(after), before), may_drop=())
+
+
+def test_changed_cells_are_named_by_row_and_column():
+    def two(scores):
+        scores[2, 1] += 1
+        scores[5, [0, 3]] += 1
+        return scores
+
+    [violation] = _unchanged(two)
+    assert (violation.field, violation.rows) == ("scores", (2, 5))
+    assert violation.columns == {2: (1,), 5: (0, 3)}
+    assert violation.actual == f"2 of {ROWS} rows changed"
+
+
+def test_cells_that_are_nan_on_both_sides_have_not_changed():
+    before = batch()
+    before["batch"]["scores"][1] = float("nan")
+    after = {part: dict(fields) for part, fields in before.items()}
+    after["batch"]["scores"] = before["batch"]["scores"].clone()
+    after["batch"]["scores"][1, 2] = 0.5
+    first = RowState(BatchView.of(before))
+    [violation] = compare_unchanged("here", first, RowState(BatchView.of(after), first))
+    assert violation.columns == {1: (2,)}
+
+
+@pytest.mark.parametrize(
+    "reshaped", [lambda s: s.unsqueeze(-1) + 1, lambda s: s[:, :3] + 1, lambda s: s.sum(1)]
+)
+def test_another_shape_has_no_columns_that_changed(reshaped):
+    """Neither have fields of more than two axes, or of one."""
+    [violation] = _unchanged(reshaped)
+    assert violation.field == "scores"
+    assert violation.columns == {}
+
+
+def test_fields_of_three_axes_have_no_columns():
+    before = batch()
+    before["batch"]["scores"] = torch.rand(ROWS, 4, 2)
+    after = {part: dict(fields) for part, fields in before.items()}
+    after["batch"]["scores"] = before["batch"]["scores"].clone()
+    after["batch"]["scores"][3, 1, 0] += 1
+    first = RowState(BatchView.of(before))
+    [violation] = compare_unchanged("here", first, RowState(BatchView.of(after), first))
+    assert (violation.rows, violation.columns) == ((3,), {})
+
+
+@pytest.mark.parametrize("rows", [3, 6])
+def test_two_rows_and_more_may_be_reordered(rows):
+    order = np.arange(rows)[::-1].copy()
+    before = RowState(BatchView.of(batch(rows)))
+    after = RowState(BatchView.of(reordered(batch(rows), order)), before)
+    assert compare_rows(STAGES["balance"], before, after, sizes={}) == []
+    but = reordered(batch(rows), order, but=("score",))
+    after = RowState(BatchView.of(but), before)
+    [violation] = compare_rows(STAGES["balance"], before, after, sizes={})
+    assert violation.field == "score"

@@ -192,3 +192,23 @@ def test_a_relation_that_is_not_followed_is_said_and_not_passed():
         )  # fmt: skip
     finally:
         del STAGES["filtered"]
+
+
+def test_which_stages_get_a_batch_of_their_own():
+    """What the loop hands on is compared; prompts, weight sync and validation are no part of it."""
+    assert [name for name, stage in STAGES.items() if stage.own_input] == [
+        "prompts", "sync_weights", "validation",
+    ]  # fmt: skip
+    assert [name for name, stage in STAGES.items() if stage.fresh][:2] == ["prompts", "rollout"]
+    crossing = cross(Trail(Settings(n=2)), "prompts", prompts())
+    assert (crossing.kind, crossing.reason) == ("not_applicable", "a batch of its own")
+
+
+def test_prompts_of_a_new_step_are_not_compared_with_the_step_before():
+    trail = Trail(Settings(n=2))
+    cross(trail, "prompts", prompts())
+    cross(trail, "rollout", sampled(8))
+    crossing = cross(trail, "prompts", prompts(3))
+    assert crossing.violations == ()
+    assert trail.state is trail.origin
+    assert cross(trail, "rollout", sampled(6)).violations == []

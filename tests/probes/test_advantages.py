@@ -202,3 +202,35 @@ def test_groups_of_different_sizes_may_be_sessions() -> None:
     ran = audit(options, {"advantage": one_cell}, until="advantage")
     [finding] = ran.findings("advantage_recomputed", "advantage")
     assert finding.severity == "warn"
+
+
+@pytest.mark.parametrize(("by", "found"), [(0.9e-5, False), (1.2e-5, True)])
+def test_returns_are_the_advantages_within_rounding(by: float, found: bool) -> None:
+    """Also of small advantages: the tolerance is that of values of 1."""
+
+    def moved(b: Boundary) -> Truth:
+        tensors = b.batch.batch
+        row = row_of(b, 4)
+        small = tensors["advantages"].double() * 1.0
+        tensors["returns"] = small.clone()
+        tensors["returns"][row, 1] += by
+        return at("returns", (row, 1))
+
+    ran = audit(Options(equal_groups=True), {"advantage": moved}, until="advantage")
+    findings = [f for f in ran.findings("advantage_recomputed", "advantage")]
+    assert bool(findings) is found
+    if found:
+        assert (findings[0].field, findings[0].severity) == ("returns", "warn")
+        assert findings[0].columns == ran.truths[0].columns
+
+
+def test_values_off_the_mask_are_counted_by_cell_and_by_row() -> None:
+    def change(b: Boundary) -> Truth:
+        row = row_of(b, 1)
+        own(b, FIELD)[row, 1:4] = 0.5
+        return Truth("")
+
+    [finding] = audit(change={"advantage": change}, until="advantage").findings(
+        "advantage_off_mask", "advantage"
+    )
+    assert finding.actual == "3 values in 1 rows"

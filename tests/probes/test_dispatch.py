@@ -167,3 +167,29 @@ def test_trained_padding_is_found_where_it_enters_and_said_once() -> None:
     ran = audit(PADDED, {"rollout": trained}, until="dispatch")
     found = [f for f in ran.bad() if f.check == "padding_rows_untrained"]
     assert [f.stage for f in found] == ["rollout"]
+
+
+@pytest.mark.parametrize("left", [1, 3, 5, 16])
+def test_a_smaller_size_that_was_left_is_another_one_too(left: int) -> None:
+    def other(b: Boundary) -> Truth:
+        b.batch.meta_info["micro_batch_size"] = left
+        return Truth("")
+
+    ran = audit(PLAIN, {"update_actor": other}, until="update_actor",
+                settings={"actor_micro_batch_size": 4})  # fmt: skip
+    [finding] = ran.findings("own_micro_batch_size", "update_actor")
+    assert finding.expected == "4 (configured for the actor)"
+    assert finding.actual == f"{left} (left by another stage)"
+
+
+def test_trained_padding_is_counted_against_all_trained_tokens() -> None:
+    trained: list[int] = []
+
+    def change(b: Boundary) -> Truth:
+        truth = trained_padding(b)
+        trained.append(int((b.batch.batch["response_mask"] != 0).sum()))
+        return truth
+
+    ran = audit(PADDED, {"dispatch": change}, until="dispatch")
+    [finding] = ran.findings("padding_rows_untrained", "dispatch")
+    assert finding.actual == f"2 of {trained[0]} trained tokens are on such rows"

@@ -221,3 +221,39 @@ def test_history_is_kept_from_step_to_step() -> None:
     assert not [f for report in reports[:-1] for f in report if f.check == "grad_norm_spike"]
     [finding] = [f for f in reports[-1] if f.check == "grad_norm_spike"]
     assert (finding.severity, finding.step) == ("warn", WARM_UP + 1)
+
+
+def test_the_first_of_several_stale_tensors_is_told() -> None:
+    def two(b: Boundary) -> Truth:
+        b.evidence["engine_checksum"]["layer.1"] = 7
+        b.evidence["engine_checksum"]["layer.2"] = 8
+        b.evidence["engine_stale"] = ["unread.weight", "layer.2"]  # type: ignore[index]
+        return Truth("weights")
+
+    ran = audit(change={"sync_weights": two}, until="sync_weights")
+    [finding] = [
+        f for f in ran.report("sync_weights") if f.field == "weights" and f.code != "DPA606"
+    ]
+    names = [n for n in ("layer.1", "layer.2") if n in finding.expected]
+    assert names == ["layer.1"]
+    assert finding.actual == "7"
+    assert finding.evidence["tensors wrong"] == 3
+    assert "of what was sent" not in finding.expected
+
+
+@pytest.mark.parametrize(("value", "found"), [(0.0099, False), (0.0102, True)])
+@pytest.mark.parametrize(
+    ("probe", "metric"),
+    [("kl_spike", "actor/ppo_kl"), ("ref_kl_spike", "actor/kl_loss"),
+     ("grad_norm_spike", "actor/grad_norm")],
+)  # fmt: skip
+def test_below_a_hundredth_a_jump_harms_nobody(
+    probe: str, metric: str, value: float, found: bool
+) -> None:
+    def jump(b: Boundary) -> Truth:
+        b.evidence["metrics"] = {**b.evidence.get("metrics", {}), metric: value}  # type: ignore[index]
+        return Truth(metric)
+
+    calm = [1e-4 + 1e-6 * (step % 7) for step in range(4 * WARM_UP)]
+    ran = audit(change={"update_actor": jump}, until="update_actor", history={metric: calm})
+    assert bool(ran.findings(probe, "update_actor")) is found

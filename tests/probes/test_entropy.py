@@ -116,3 +116,30 @@ def test_a_negated_entropy_has_the_wrong_sign() -> None:
 
     [finding] = audit(change={AT: negated}, until=AT).findings("entropy_bounds", AT)
     assert finding.causes[0] == "wrong_sign"
+
+
+@pytest.mark.parametrize(
+    ("factor", "kind"), [(-1.0, "passed"), (-0.05, "passed"), (0.0, "failed"), (0.05, "failed")]
+)
+def test_a_negative_entropy_is_no_collapse(factor: float, kind: str) -> None:
+    """That is a wrong sign, which another check names."""
+
+    def change(b: Boundary) -> Truth:
+        own(b, "entropys").mul_(factor)
+        return Truth("")
+
+    ran = audit(change={AT: change}, until=AT, history={ENTROPY: PAST})
+    assert _outcome(ran, "entropy_stays")[0] == kind
+
+
+@pytest.mark.parametrize(("now", "kind"), [(0.199, "failed"), (0.201, "passed")])
+def test_a_tenth_of_what_it_was_is_a_collapse(now: float, kind: str) -> None:
+    def change(b: Boundary) -> Truth:
+        own(b, "entropys").fill_(now)
+        return Truth("")
+
+    ran = audit(change={AT: change}, until=AT, history={ENTROPY: (2.0,) * 20})
+    assert _outcome(ran, "entropy_stays")[0] == kind
+    if kind == "failed":
+        [finding] = ran.findings("entropy_stays", AT)
+        assert finding.evidence == {"steps before": 20, "10 steps ago": 2.0}

@@ -187,3 +187,77 @@ def test_uids_may_be_of_any_kind(make: Any) -> None:
     ran = audit(change={"prompts": other_kind}, until="balance")
     assert ran.outcome("uid_per_prompt", "prompts").kind == "passed"
     assert ran.outcome("group_size", "union").kind == "passed"
+
+
+def test_groups_are_counted_by_size() -> None:
+    def uneven(b: Boundary) -> Truth:
+        uids = own_array(b, "uid")
+        uids[5], uids[9] = "another", uids[0]
+        return Truth("")
+
+    [finding] = audit(change={"union": uneven}, until="union").findings("group_size", "union")
+    assert finding.actual == "1 groups of 1, 2 groups of 3, 1 groups of 4, 1 groups of 5"
+    assert finding.evidence == {"groups": 5, "wrong": 4}
+    assert finding.severity == "fail"
+
+
+def test_uids_that_are_reused_are_counted() -> None:
+    def thrice(b: Boundary) -> Truth:
+        uids = own_array(b, "uid")
+        uids[1] = uids[2] = uids[0]
+        return Truth("")
+
+    [finding] = audit(change={"prompts": thrice}, until="prompts").findings(
+        "uid_per_prompt", "prompts"
+    )
+    assert (finding.expected, finding.actual) == ("4 distinct uids", "2")
+    assert finding.rows == (0, 1, 2)
+
+
+def without_ids(b: Boundary) -> None:
+    for name in ("prompt_ids", "raw_prompt"):
+        b.batch.non_tensor_batch.pop(name, None)
+
+
+def moved_prompts(b: Boundary, order: list[int]) -> None:
+    """Prompts of other rows; their attention comes along."""
+    tensors, width = b.batch.batch, LAST + 1
+    for name in ("prompts", "input_ids", "attention_mask"):
+        own(b, name)[:, :width] = tensors[name][order, :width]
+
+
+@pytest.mark.parametrize(
+    ("order", "cause", "rows"),
+    [
+        ([0, 1, 2, 7, 4, 5, 6, 3], "row_permutation", (3, 7)),
+        ([0, 1, 2, 4, 4, 5, 6, 7], "not_repeated", (3,)),
+        ([0, 4] * 4, "tiled_groups", (1, 3, 5, 7)),
+    ],
+)
+def test_where_the_prompts_of_rows_belong(
+    order: list[int], cause: str, rows: tuple[int, ...]
+) -> None:
+    """Most rows of a uid tell its prompt, the first one where two are as many."""
+
+    def change(b: Boundary) -> Truth:
+        without_ids(b)
+        moved_prompts(b, order)
+        return Truth("")
+
+    options = Options(prompts=2, balanced=False)
+    [finding] = audit(options, {"union": change}, until="union").findings("group_prompt", "union")
+    assert finding.causes[0] == cause
+    assert finding.rows == rows
+    assert finding.actual == f"another prompt in {len(rows)} of 8 rows"
+    assert finding.evidence == {"groups": 2}
+
+
+def test_the_first_row_of_a_group_may_be_the_wrong_one() -> None:
+    def change(b: Boundary) -> Truth:
+        without_ids(b)
+        moved_prompts(b, [4, 1, 2, 3, 4, 5, 6, 7])
+        return Truth("")
+
+    options = Options(prompts=2, balanced=False)
+    [finding] = audit(options, {"union": change}, until="union").findings("group_prompt", "union")
+    assert finding.rows == (0,)

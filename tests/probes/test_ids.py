@@ -68,3 +68,36 @@ def _decoded_again(b: Boundary) -> None:
 )
 def test_a_shift_is_one_where_the_ids_are_one_column_further(change: Any, cause: str) -> None:
     assert found(change)["input_ids"].causes[0] == cause
+
+
+def test_differing_ids_are_counted_by_id_and_by_row() -> None:
+    def three(b: Boundary) -> None:
+        ids = own(b, "input_ids")
+        ids[2, PROMPT : PROMPT + 2] += 1
+        ids[4, PROMPT] += 1
+
+    assert found(three)["input_ids"].actual == "3 ids differ in 2 rows"
+
+
+def _in_two_pieces(b: Boundary, second: int) -> None:
+    """Row 12, whose prompt fills all columns, has a hole; positions after it go on from there."""
+    own(b, "attention_mask")[12, 3] = 0
+    positions = own(b, "position_ids")
+    positions[12, 4:] = torch.arange(second, second + positions.shape[1] - 4)
+    positions[12, 3] = 0
+
+
+@pytest.mark.parametrize(("second", "right"), [(3, True), (0, False), (4, False)])
+def test_positions_behind_a_hole_go_on_counting(second: int, right: bool) -> None:
+    """What stands in the hole itself is free; a count that begins anew behind it is wrong."""
+    wrong = found(lambda b: _in_two_pieces(b, second))
+    assert bool(wrong) is not right
+
+
+def test_the_offset_of_a_position_has_a_sign() -> None:
+    def early(b: Boundary) -> None:
+        own(b, "position_ids")[4, PROMPT + 1 :] -= 3
+
+    finding = found(early)["position_ids"]
+    assert finding.evidence["offset"] == -3
+    assert finding.columns[4][0] == PROMPT + 1

@@ -164,3 +164,62 @@ def test_it_is_said_once_a_step() -> None:
 def test_tokens_rejected_since_are_not_judged() -> None:
     options = replace(FAR, correction=True)
     assert not audit(options, until="advantage").bad()
+
+
+def test_the_first_of_several_wrong_tokens_is_told() -> None:
+    def two(b: Boundary) -> Truth:
+        row = row_of(b, 8)
+        own(b, FIELD)[row, 2] -= 0.05
+        own(b, FIELD)[row, 5] -= 0.07
+        return at(FIELD, (row, 2), (row, 5))
+
+    ran = audit(FAR, {AFTER: two}, until=AFTER)
+    [finding], [truth] = ran.findings(PROBE, AFTER), ran.truths
+    assert finding.columns == truth.columns
+    assert finding.expected.endswith(f"at row {truth.rows[0]}, column 2")
+    assert finding.evidence["beta"] == pytest.approx(BETA, rel=1e-3)
+    assert 0.9 < finding.evidence["tokens explained"] < 1.0
+
+
+def test_a_penalty_between_equal_policies_has_no_explanation() -> None:
+    def without_distance(b: Boundary) -> Truth:
+        tensors = b.batch.batch
+        tensors["ref_log_prob"] = tensors["old_log_probs"].clone()
+        return Truth("")
+
+    ran = audit(FAR, {AFTER: without_distance}, until=AFTER)
+    outcome = ran.outcome(PROBE, AFTER)
+    assert (outcome.kind, outcome.reason) == (
+        "not_checkable", "no known KL estimator explains the penalty",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("by", "cells"), [(2e-4, 1), (5e-5, 2)])
+def test_what_is_hardly_off_is_listed_where_nothing_is_off_by_more(by: float, cells: int) -> None:
+    def padded(b: Boundary) -> Truth:
+        row = row_of(b, 1)
+        own(b, FIELD)[row, 4] -= by
+        own(b, FIELD)[row, 5] -= 2e-5
+        return Truth("")
+
+    [finding] = audit(FAR, {AFTER: padded}, until=AFTER).findings(PROBE, AFTER)
+    assert finding.cells == cells
+    assert finding.actual.startswith(f"{by:.4g} less at row")
+
+
+@pytest.mark.parametrize(("share", "kind"), [(0.15, "failed"), (0.3, "not_checkable")])
+def test_one_coefficient_has_to_explain_four_of_five_tokens(share: float, kind: str) -> None:
+    def some(b: Boundary) -> Truth:
+        rewards, cells = own(b, FIELD), trained(b).nonzero().tolist()
+        for at_, (row, column) in enumerate(cells):
+            if at_ < share * len(cells):
+                rewards[row, column] -= 0.05 + 0.01 * (at_ % 5)
+        return Truth("")
+
+    assert audit(FAR, {AFTER: some}, until=AFTER).outcome(PROBE, AFTER).kind == kind
+
+
+def test_the_coefficient_is_measured() -> None:
+    ran = audit(FAR, until=AFTER)
+    ran.auditor.end_step()
+    assert ran.auditor.history["audit/kl_in_reward_beta"][0] == pytest.approx(BETA, rel=1e-3)

@@ -265,3 +265,82 @@ def test_a_plain_dict_is_read_as_well() -> None:
     report = auditor.boundary("old_log_prob", fields)
     [finding] = [f for f in report if f.check == "old_log_probs_nonpositive"]
     assert finding.columns == {0: (0, 1), 1: (0,)}
+
+
+def test_gaps_are_measured_with_their_sign() -> None:
+    def lower(b: Boundary) -> Truth:
+        mask = b.batch.batch["response_mask"] != 0
+        old, rollout = own(b, OLD), b.batch.batch[ROLLOUT]
+        old[:] = torch.where(mask, rollout - 2e-4, 0.0)
+        cell = mask.nonzero()[3]
+        old[cell[0], cell[1]] = rollout[cell[0], cell[1]] + 6e-4
+        return Truth("")
+
+    ran = audit(change={"old_log_prob": lower}, until="old_log_prob")
+    tokens = _trained()
+    ran.auditor.end_step()
+    history = ran.auditor.history
+    absolute = (2e-4 * (tokens - 1) + 6e-4) / tokens
+    signed = (-2e-4 * (tokens - 1) + 6e-4) / tokens
+    k3 = (2e-8 * (tokens - 1) + 1.8e-7) / tokens
+    for name, want in (
+        ("training/rollout_log_probs_diff_max", 6e-4),
+        ("training/rollout_log_probs_diff_mean", absolute),
+        ("rollout_corr/kl", -signed),
+        ("rollout_corr/k3_kl", k3),
+    ):
+        assert history[name][0] == pytest.approx(want, rel=0.02), name
+
+
+def _trained() -> int:
+    seen: list[int] = []
+    audit(change={"rollout": lambda b: seen.append(int(b.batch.batch["response_mask"].sum()))},
+          until="rollout")  # fmt: skip
+    return seen[0]
+
+
+@pytest.mark.parametrize("name", [ROLLOUT, OLD])
+def test_the_largest_positive_log_prob_is_told(name: str) -> None:
+    """A ten-thousandth above 0 is rounding; at more than that the largest is named."""
+    stage = {ROLLOUT: "rollout", OLD: "old_log_prob"}[name]
+    for highest, found in ((0.9e-4, False), (1.1e-4, True)):
+
+        def change(b: Boundary, highest: float = highest) -> Truth:
+            values = own(b, name)
+            values[0, 0], values[1, 0] = highest, highest / 4
+            return Truth("")
+
+        ran = audit(change={stage: change}, until=stage)
+        findings = ran.findings(f"{name}_nonpositive", stage)
+        assert bool(findings) is found
+        if found:
+            assert findings[0].expected == "at most 0.0001"
+            assert findings[0].actual == "up to 0.00011"
+            assert findings[0].columns == {0: (0,)}
+
+
+def test_the_first_value_that_is_not_finite_is_told() -> None:
+    def two(b: Boundary) -> Truth:
+        values = own(b, OLD)
+        values[2, 0], values[3, 0] = float("nan"), float("inf")
+        return Truth("")
+
+    [finding] = audit(change={"old_log_prob": two}, until="old_log_prob").findings(
+        f"{OLD}_finite", "old_log_prob"
+    )
+    assert finding.actual == "nan first at row 2, column 0"
+    assert finding.columns == {2: (0,), 3: (0,)}
+
+
+@pytest.mark.parametrize(("dtypes", "severity"), [(("float32", "bfloat16"), "info"),
+                                                  (("float32", "float32"), "warn")])  # fmt: skip
+def test_dtypes_that_differ_are_listed(dtypes: tuple[str, str], severity: str) -> None:
+    def half(b: Boundary) -> Truth:
+        b.batch.batch[OLD] = b.batch.batch[OLD].bfloat16()
+        return Truth("")
+
+    settings = {"trainer_dtype": dtypes[0], "rollout_dtype": dtypes[1]}
+    [finding] = audit(change={"old_log_prob": half}, until="old_log_prob",
+                      settings=settings).findings("precision", "old_log_prob")  # fmt: skip
+    assert finding.severity == severity
+    assert finding.actual == f"{OLD} bfloat16, {ROLLOUT} float32"

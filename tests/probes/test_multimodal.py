@@ -202,3 +202,9 @@ def test_where_image_ids_are_known_their_fields_are_missed() -> None:
         assert (outcome.kind, outcome.reason) == (
             "not_checkable", f"field not in the batch: {field}",
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("merge", [0, -2, None])
+def test_a_merge_size_that_is_none_counts_as_one(merge: Any) -> None:
+    report = dataproto_audit.check(cook("V", [{"op": "meta", "k": "merge_size", "v": merge}]))
+    assert not [f for f in report.findings if f.code in ("DPA901", "DPA213")]

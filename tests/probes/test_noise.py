@@ -61,3 +61,34 @@ def test_a_bound_that_is_no_number_names_no_cell() -> None:
     gap = np.ones((1, 2))
     noise = Noise("told", None, 0.0, float("nan"), 0.1)
     assert noise.exceeded(gap, gap, np.ones((1, 2), bool)) is None
+
+
+def test_bounds_themselves_are_still_within() -> None:
+    """Of a token in full precision, and of the mean in half precision."""
+    size = np.full((1, 1), -4.0)
+    most = FP32.token + FP32.relative * 4.0
+    one = np.ones((1, 1), bool)
+    assert FP32.exceeded(np.full((1, 1), most), size, one) is None
+    assert FP32.exceeded(np.full((1, 1), most * 1.001), size, one) is not None
+    many = np.ones((10, 10), bool)
+    bound = HALF_NOISE.mean_of(100)
+    assert bound == 0.05 + 0.02
+    assert HALF_NOISE.exceeded(np.full((10, 10), bound - 1e-9), size, many) is None
+    above = HALF_NOISE.exceeded(np.full((10, 10), bound + 1e-6), size, many)
+    assert above is not None
+    assert above.all()
+
+
+def test_only_cells_above_the_mean_are_named() -> None:
+    gap = np.full((1, 100), 0.2)
+    gap[0, :10] = 0.049
+    gap[0, 10] = np.nan
+    bad = HALF_NOISE.exceeded(gap, -gap, np.ones(gap.shape, bool))
+    assert bad is not None
+    assert np.flatnonzero(~bad[0]).tolist() == list(range(11))
+
+
+def test_the_noise_models_as_documented() -> None:
+    assert (FP32.token, FP32.relative, FP32.mean, FP32.above_zero) == (1e-3, 1e-4, 1e-4, 1e-4)
+    for noise in (HALF_NOISE, UNKNOWN):
+        assert (noise.token, noise.relative, noise.mean, noise.above_zero) == (None, 0.0, 0.05, 0.1)

@@ -193,3 +193,100 @@ def test_log_probs_on_tool_tokens_alone_are_in_place() -> None:
     ran = audit(TOOLS, {"rollout": scored}, until="rollout")
     assert ran.outcome("log_probs_in_place", "rollout").kind == "passed"
     assert not ran.bad()
+
+
+@pytest.mark.parametrize(("zeros", "kind"), [(2, "not_applicable"), (3, "failed")])
+def test_from_three_zeros_on_they_tell(zeros: int, kind: str) -> None:
+    def some_zeros(b: Boundary) -> Truth:
+        values = own(b, "rollout_log_probs")
+        values[:] = torch.where(values != 0, values.clamp(max=-0.5), 0.0)
+        cells = (b.batch.batch["response_mask"] != 0).nonzero()[::5][:zeros]
+        values[cells[:, 0], cells[:, 1]] = 0.0
+        return Truth("")
+
+    ran = audit(change={"rollout": some_zeros}, until="rollout")
+    assert ran.outcome("zeros_are_certain", "rollout").kind == kind
+    if kind == "failed":
+        [finding] = ran.findings("zeros_are_certain", "rollout")
+        assert finding.actual.startswith("exactly 0.0 on 3 of ")
+        assert finding.evidence == {"tokens within 0.01 nats of 0": 0}
+
+
+@pytest.mark.parametrize(("old", "found"), [(-0.029, False), (-0.031, True)])
+def test_what_old_is_nearly_certain_of_may_be_zero(old: float, found: bool) -> None:
+    def one(b: Boundary) -> Truth:
+        own(b, "rollout_log_probs")[0, 0] = 0.0
+        own(b, "old_log_probs")[0, 0] = old
+        return Truth("")
+
+    ran = audit(change={"old_log_prob": one}, until="old_log_prob")
+    findings = ran.findings("no_placeholder_log_probs", "old_log_prob")
+    assert bool(findings) is found
+    if found:
+        assert findings[0].actual == "exactly 0.0 on 1 tokens that old scores down to -0.031"
+
+
+@pytest.mark.parametrize(("share", "found"), [(0.4, True), (0.6, False)])
+def test_values_that_mostly_are_zero_are_a_fresh_critic(share: float, found: bool) -> None:
+    def some(b: Boundary) -> Truth:
+        values, cells = own(b, "values"), (b.batch.batch["response_mask"] != 0).nonzero()
+        values[:] = torch.where(values == 0, 0.3, values)
+        zero = cells[: int(share * len(cells))]
+        values[zero[:, 0], zero[:, 1]] = 0.0
+        return Truth("")
+
+    ran = audit(Options(critic=True), {"values": some}, until="values")
+    findings = ran.findings("no_placeholder_values", "values")
+    assert bool(findings) is found
+    if found:
+        assert findings[0].actual.startswith(f"exactly 0.0 on {findings[0].cells} of ")
+
+
+@pytest.mark.parametrize(("share", "kind"), [(0.45, "failed"), (0.55, "not_applicable")])
+def test_a_batch_that_is_mostly_zeros_is_left_to_others(share: float, kind: str) -> None:
+    def many(b: Boundary) -> Truth:
+        values, cells = own(b, "rollout_log_probs"), (b.batch.batch["response_mask"] != 0).nonzero()
+        values[:] = torch.where(values != 0, values.clamp(max=-0.5), 0.0)
+        zero = cells[: int(share * len(cells))]
+        values[zero[:, 0], zero[:, 1]] = 0.0
+        return Truth("")
+
+    ran = audit(change={"rollout": many}, until="rollout")
+    assert ran.outcome("zeros_are_certain", "rollout").kind == kind
+
+
+@pytest.mark.parametrize(("nearly", "kind"), [(1, "not_applicable"), (0, "failed")])
+@pytest.mark.parametrize(("value", "counts"), [(-0.0099, True), (-0.0101, False)])
+def test_one_nearly_certain_token_makes_four_zeros_credible(
+    nearly: int, kind: str, value: float, counts: bool
+) -> None:
+    def four(b: Boundary) -> Truth:
+        values, cells = own(b, "rollout_log_probs"), (b.batch.batch["response_mask"] != 0).nonzero()
+        values[:] = torch.where(values != 0, values.clamp(max=-0.5), 0.0)
+        zero = cells[::4][:4]
+        values[zero[:, 0], zero[:, 1]] = 0.0
+        for row, column in cells[1:][:nearly].tolist():
+            values[row, column] = value
+        return Truth("")
+
+    ran = audit(change={"rollout": four}, until="rollout")
+    assert ran.outcome("zeros_are_certain", "rollout").kind == (kind if counts else "failed")
+
+
+def test_runs_of_zeros_in_a_single_turn_are_no_tool_s() -> None:
+    """No tool wrote them: they stand for what was not computed."""
+
+    def runs(b: Boundary) -> Truth:
+        values, mask = own(b, "rollout_log_probs"), b.batch.batch["response_mask"] != 0
+        values[:] = torch.where(values != 0, values.clamp(max=-0.5), 0.0)
+        for row in (mask.sum(1) == 4).nonzero().flatten()[:3].tolist():
+            values[row, 1:3] = 0.0
+        return Truth("")
+
+    causes = {}
+    for turns in (False, None):
+        ran = audit(change={"rollout": runs}, until="rollout", settings={"multi_turn": turns})
+        [finding] = ran.findings("zeros_are_certain", "rollout")
+        causes[turns] = (finding.field, finding.causes)
+    assert causes[False] == ("rollout_log_probs", ("placeholder_log_prob", "mask_on_tool"))
+    assert causes[None] == ("response_mask", ("mask_on_tool", "placeholder_log_prob"))

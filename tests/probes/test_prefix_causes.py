@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from dataproto_audit.probes.prefix_causes import zeros
+from dataproto_audit.batch import BatchView
+from dataproto_audit.probes.context import Context, Settings
+from dataproto_audit.probes.noise import FP32, Noise
+from dataproto_audit.probes.prefix_causes import causes_of, zeros
+from dataproto_audit.probes.trie import contradictions, shared_cells
 from dataproto_audit.testing.healthy import Boundary, Options
 
 from ._corrupt import audit, own, own_array
@@ -104,3 +108,147 @@ def test_the_place_of_zeros_tells(rows: list[str], expected: tuple[str, ...]) ->
         mask[1, 3] = False  # a shorter row, whose last token is among the zeros
         values[2, 3] = 1
     assert zeros((values == 0) & mask, mask) == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (["1110", "1110"], ("shift", "placeholder_log_prob")),  # two rows are enough
+        (["1110"], ("placeholder_log_prob", "shift")),
+        (["0111", "0111"], ("shift", "placeholder_log_prob")),
+        (["0111"], ("placeholder_log_prob", "mask_on_tool")),
+        (["10011111", "10101011"], ("placeholder_log_prob", "mask_on_tool")),  # 2 of 5 in runs
+        (["10001111", "10101111"], ("mask_on_tool", "placeholder_log_prob")),  # 3 of 5
+        (["10011111", "10101111"], ("placeholder_log_prob", "mask_on_tool")),  # half of them
+        (["100111", "000000"], ("placeholder_log_prob", "mask_on_tool")),  # no run within a row
+    ],
+)
+def test_the_place_of_few_zeros_tells(rows: list[str], expected: tuple[str, ...]) -> None:
+    values = np.array([[int(cell) for cell in row] for row in rows])
+    assert zeros(values == 0, np.ones(values.shape, bool)) == expected
+
+
+# -- rows of hand-made batches ---------------------------------------------------------------------
+
+
+def tried(values: Any, responses: Any, *, bad: Any = None, noise: Noise = FP32,
+          **more: Any) -> dict[str, str]:  # fmt: skip
+    """Causes of a field of rows with one prompt, all tokens attended unless ``more`` says."""
+    responses = torch.tensor(responses)
+    rows, width = responses.shape
+    whole = torch.ones(rows, width + 1, dtype=torch.int64)
+    tensors = {
+        "prompts": whole[:, :1],
+        "responses": responses,
+        "attention_mask": whole,
+        "response_mask": whole[:, 1:],
+        "mine": torch.tensor(values, dtype=torch.float32),
+    }
+    view = BatchView.of({"batch": tensors | more.pop("tensors", {}),
+                         "non_tensor_batch": more.pop("arrays", {})})  # fmt: skip
+    ctx = Context(1, "rollout", "after", Settings())
+    cells = shared_cells(view, ctx)
+    wrong = more.pop("wrong", contradictions(view, ctx, "mine", noise) or 0)
+    bad = np.ones((rows, width), bool) if bad is None else bad
+    return dict(causes_of(view, cells, "mine", noise, bad=bad, wrong=wrong, odd=True, **more))
+
+
+SAME = [[5, 6, 7, 8]] * 4
+RIGHT = [-0.5, -1.0, -1.5, -2.0]
+
+
+def test_zeros_are_counted_and_are_the_cause_where_nothing_else_is_wrong() -> None:
+    values = [list(RIGHT) for _ in range(4)]
+    values[1][1] = values[2][2] = 0.0
+    found = tried(values, SAME)
+    assert found["placeholder_log_prob"] == "nothing wrong without 2 zeros"
+    values[3][3] = -5.0
+    assert "placeholder_log_prob" not in tried(values, SAME)
+
+
+@pytest.mark.parametrize(("rows", "found"), [(3, True), (2, False)])
+def test_one_value_all_along_is_told_from_three_rows_on(rows: int, found: bool) -> None:
+    values = [[-4.0 - row] * 4 for row in range(rows)]
+    said = tried(values, SAME[:rows])
+    assert ("sum_not_per_token" in said) is found
+    if found:
+        assert said["sum_not_per_token"] == "one value on all tokens of each of 3 rows"
+        values[1][2] += 1e-5
+        assert "sum_not_per_token" not in tried(values, SAME[:rows])
+
+
+@pytest.mark.parametrize("by", [1, -1])
+def test_a_shift_is_named_by_what_undoes_it(by: int) -> None:
+    """Three distinct third tokens follow each of two prefixes; each row is one column off."""
+    random = np.random.default_rng(0)
+    responses = [[5 + 4 * (row // 3), 6, 10 + row, 20 + row, 30 + row] for row in range(6)]
+    values = np.tile([-0.8, -1.0, -2.0, -0.3, -0.4], (6, 1))
+    moved = np.roll(values, by, 1)
+    moved[:, 0 if by > 0 else -1] = -0.1 * random.random(6) - 0.01
+    found = tried(moved.tolist(), responses)
+    assert found.get("shift") == f"nothing wrong after a shift by {-by:+d}"
+    assert "shift" not in tried(values.tolist(), responses)
+
+
+@pytest.mark.parametrize(("column", "found"), [(0, False), (1, False), (3, True)])
+def test_what_a_shift_leaves_wrong_is_not_explained_by_it(column: int, found: bool) -> None:
+    """The last column goes, whatever it holds; the first one moves along."""
+    values = np.tile(RIGHT, (4, 1))
+    values[0, [3, column]] -= 2.0
+    values[1, 3] -= 1.0
+    bad = np.ones((4, 4), bool)
+    said = tried(values.tolist(), SAME, bad=bad, wrong=2)
+    assert ("shift" in said) is found
+    bad[:, 1:] = False  # no bad cell has a source then
+    assert "shift" not in tried(values.tolist(), SAME, bad=bad, wrong=2)
+
+
+def test_few_rows_that_differ_are_outliers() -> None:
+    for rows, found in ((2, True), (3, False)):
+        values = [list(RIGHT) for _ in range(8)]
+        bad = np.zeros((8, 4), bool)
+        for row in range(rows):
+            values[row][1] -= 0.5 + row
+            bad[row, 1] = True
+        said = tried(values, SAME * 2, bad=bad)
+        assert ("row_outlier" in said) is found
+        assert not found or said["row_outlier"] == "2 rows take part"
+
+
+@pytest.mark.parametrize(("rows", "found"), [(3, True), (2, False)])
+def test_rows_that_end_where_others_do(rows: int, found: bool) -> None:
+    """Values are 0 behind the end of another row, of three rows or more."""
+    lengths = np.array([4, 3, 2, 1][:rows] + [4] * (6 - rows))
+    order = np.roll(np.arange(rows), 1).tolist() + list(range(rows, 6))
+    on = torch.from_numpy(np.arange(4)[None] < lengths[:, None]).long()
+    there = np.arange(4)[None] < lengths[order][:, None]
+    values = np.where(there, -1.0 - np.arange(4), 0.0)
+    tensors = {"response_mask": on, "attention_mask": torch.cat([torch.ones(6, 1).long(), on], 1)}
+    said = tried(values.tolist(), [[5, 6, 7, 8]] * 6, tensors=tensors)
+    assert ("row_permutation" in said) is found
+
+
+def test_versions_that_agree_with_themselves_are_stale() -> None:
+    versions = np.array([1, 1, 2, 2])
+    values = np.tile(RIGHT, (4, 1))
+    values[2:] -= 0.3
+    said = tried(values.tolist(), SAME, arrays={"weight_version": versions})
+    assert said["stale_rollout_weights"] == "rows of one weight version agree with each other"
+    assert "stale_prefix_cache" in said
+    values[3, 1] -= 0.4  # the second version contradicts itself
+    assert "stale_rollout_weights" not in tried(
+        values.tolist(), SAME, arrays={"weight_version": versions}
+    )
+    alone = np.ones(4, np.int64)
+    assert "stale_rollout_weights" not in tried(
+        np.tile(RIGHT, (4, 1)).tolist(), SAME, arrays={"weight_version": alone}
+    )
+
+
+def test_the_first_column_has_no_source_after_a_shift_to_the_right() -> None:
+    """It held what belongs to the distinct tokens of the second, and holds nothing then."""
+    responses = [[5, 10 + row, 20 + row] for row in range(6)]
+    second = -2.2 - 0.1 * np.arange(6)
+    moved = np.stack([second, 5 * second, 5 * second], 1)
+    found = tried(moved.tolist(), responses, wrong=2)
+    assert found.get("shift") == "nothing wrong after a shift by +1"

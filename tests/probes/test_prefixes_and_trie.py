@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from dataproto_audit.batch import BatchView
 from dataproto_audit.probes.context import Context, Settings
-from dataproto_audit.probes.noise import FP32, HALF_NOISE
+from dataproto_audit.probes.noise import FP32, HALF_NOISE, Noise
 from dataproto_audit.probes.trie import (
+    beyond_one,
     contradictions,
     largest_sum,
     prefix_sums,
@@ -293,3 +294,102 @@ def test_contradictions_need_all_fields_and_a_shared_prefix() -> None:
     assert contradictions(view, _context(), "old_log_probs", FP32) is None
     del view.tensors["prompts"]
     assert contradictions(view, _context(), "old_log_probs", FP32) is None
+
+
+def _sums_beyond(prefixes: int, lifted: int, total: float, noise: Noise) -> tuple[int, int]:
+    """All three tokens of a vocabulary after each of ``prefixes``; the first of some is likelier.
+
+    Returns how many prefixes are wrong, and how many contradictions that makes.
+    """
+    prompts = np.repeat(np.arange(1, prefixes + 1), 3)[:, None]
+    responses = np.tile([5, 6, 7], prefixes)[:, None]
+    likely = np.tile([0.3, 0.3, 0.4], prefixes)[:, None]
+    likely[: 3 * lifted : 3] += total - 1.0
+    ones = np.ones(responses.shape, np.int64)
+    view = _view(prompts, responses, ones, ones, np.log(likely))
+    cells = shared_cells(view, _context())
+    values = np.log(likely)[cells.row, cells.column]
+    sums, wrong = beyond_one(cells, values, noise)
+    assert sums.max() == pytest.approx(max(1.0, total))
+    said = contradictions(view, _context(), "old_log_probs", noise)
+    assert said is not None
+    return len(wrong), said
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "lifted", "total", "wrong"),
+    [
+        (1, 1, 1.35, 0),  # one token far off in a small vocabulary
+        (10, 2, 1.35, 0), (10, 3, 1.35, 3),
+        (100, 7, 1.35, 0), (100, 8, 1.35, 8),  # 2, and three times the root of 2 and one more
+        (1, 1, 1.59, 0), (1, 1, 1.61, 1), (100, 1, 1.61, 1),
+        (100, 100, 1.19, 0), (100, 100, 1.21, 100),
+    ],
+)  # fmt: skip
+def test_a_few_sums_above_one_are_tokens_far_off(
+    prefixes: int, lifted: int, total: float, wrong: int
+) -> None:
+    assert _sums_beyond(prefixes, lifted, total, HALF_NOISE) == (wrong, wrong)
+
+
+@pytest.mark.parametrize(("total", "wrong"), [(1.0005, 0), (1.0015, 1), (1.35, 1)])
+def test_in_full_precision_every_sum_counts(total: float, wrong: int) -> None:
+    assert _sums_beyond(40, 1, total, FP32) == (wrong, wrong)
+
+
+@pytest.mark.parametrize("vocab", [4, 5])
+@pytest.mark.parametrize("seed", range(3))
+def test_far_tokens_of_a_small_vocabulary_are_quiet(vocab: int, seed: int) -> None:
+    """The gaps of published runs, where every token of the vocabulary is sampled."""
+    options = Options(vocab=vocab, seed=seed, prompts=12, n=16, response_width=16, truncated=0,
+                      one_token=0, rollout_dtype="bfloat16", engine_gap=0.009,
+                      engine_tail=0.01)  # fmt: skip
+    ran = audit(options, until="rollout")
+    assert ran.outcome("rollout_log_probs_prefix_sum", "rollout").kind == "passed"
+    assert not ran.bad()
+
+
+def _pairs(*values: list[float]) -> Any:
+    """Cells of rows with one prompt whose first token is the same within each list."""
+    rows = [value for part in values for value in part]
+    responses = np.concatenate([np.full((len(part), 1), 5 + at) for at, part in enumerate(values)])
+    ones = np.ones((len(rows), 1), np.int64)
+    whole = np.array(rows)[:, None]
+    cells = shared_cells(_view(ones, responses, ones, ones, whole), _context())
+    return cells, whole[cells.row, cells.column]
+
+
+@pytest.mark.parametrize(("apart", "wrong"), [(0.5, []), (0.5001, [0])])
+def test_a_spread_that_is_the_bound_is_within_it(apart: float, wrong: list[int]) -> None:
+    """The bound grows with the lowest of the values: 2 of 0.125 each, and 0.25."""
+    noise = Noise("told", 0.25, 0.125, 0.1, 0.1)
+    spread, bound, found = spreads(*_pairs([-2.0 + apart, -2.0], [-3.0]), noise)
+    assert (bound[0], bound[1]) == (0.5, 0.625)
+    assert spread.tolist() == [apart, 0.0]
+    assert found.tolist() == wrong
+
+
+def test_half_precision_looks_at_the_mean_of_several_rows_first() -> None:
+    """Single rows have no spread and do not count; four times the bound of the mean is far."""
+    few = 2 * HALF_NOISE.mean_of(1)  # 0.5
+    for apart, wrong in ((few - 1e-6, []), (few + 1e-6, [0])):
+        _, bound, found = spreads(*_pairs([-1.0, -1.0 - apart], [-3.0], [-4.0]), HALF_NOISE)
+        assert bound.tolist() == [4 * HALF_NOISE.mean] * 3
+        assert found.tolist() == wrong
+    cells, values = _pairs([-1.0], [-3.0])
+    assert spreads(cells, values, HALF_NOISE)[2].tolist() == []
+
+
+def test_a_spread_of_four_means_is_within_half_precision() -> None:
+    noise = Noise("told", None, 0.0, 0.0625, 0.1)
+    spread, bound, found = spreads(*_pairs([-1.0, -1.25], [-1.0, -3.0]), noise)
+    assert (spread.tolist(), bound.tolist(), found.tolist()) == ([0.25, 2.0], [0.25, 0.25], [1])
+
+
+def test_values_that_are_not_finite_have_no_spread_and_no_probability() -> None:
+    cells, values = _pairs([-1.0, np.nan], [np.inf, -1.0], [-2.0, -2.5])
+    spread, _, wrong = spreads(cells, values, FP32)
+    assert spread.tolist() == [0.0, 0.0, 0.5]
+    assert wrong.tolist() == [2]
+    total = prefix_sums(*_pairs([np.nan], [-1.0], [700.0]))
+    assert total.max() == pytest.approx(np.exp(50.0))

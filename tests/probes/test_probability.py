@@ -110,3 +110,30 @@ def test_half_precision_is_read_as_it_is():
     found = debug_metrics(given)
     got = np.array([found[f"training/rollout_probs_diff_{name}"] for name in NAMES])
     assert got == pytest.approx(np.array(numbers), abs=1e-6)
+
+
+@pytest.mark.parametrize("constant", ["old_log_probs", "rollout_log_probs"])
+def test_one_constant_side_has_no_correlation(constant):
+    given = batch()
+    given["batch"][constant].fill_(-1.0)
+    found = debug_metrics(given)
+    assert math.isnan(found["training/rollout_actor_probs_pearson_corr"])
+    assert found["training/rollout_probs_diff_std"] > 0
+
+
+def test_one_token_has_a_mean_and_no_deviation():
+    given = batch()
+    given["batch"]["response_mask"].zero_()
+    given["batch"]["response_mask"][2, 0] = 1
+    found = debug_metrics(given)
+    assert found["training/rollout_probs_diff_valid"] == 1
+    assert found["training/rollout_probs_diff_mean"] == found["training/rollout_probs_diff_max"]
+    assert math.isnan(found["training/rollout_probs_diff_std"])
+    assert math.isnan(found["training/rollout_actor_probs_pearson_corr"])
+    given["batch"]["response_mask"][2, 1] = 1
+    given["batch"]["old_log_probs"][2, :2] = torch.tensor([-0.5, -1.0])
+    given["batch"]["rollout_log_probs"][2, :2] = torch.tensor([-0.4, -1.4])
+    found = debug_metrics(given)
+    numbers, _ = expected(given["batch"])
+    assert [found[f"training/rollout_probs_diff_{n}"] for n in NAMES] == pytest.approx(numbers)
+    assert found["training/rollout_actor_probs_pearson_corr"] == pytest.approx(1.0)

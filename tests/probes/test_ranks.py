@@ -208,3 +208,75 @@ def test_notes_that_lack_what_a_check_needs(note: dict[str, Any]) -> None:
         want = ("not_checkable", f"not recorded: {name} of ranks[0]")
         assert (outcome.kind, outcome.reason) == want
     assert not [f for f in ran.auditor.findings if f.code.startswith("DPA9")]
+
+
+def test_at_most_sixteen_rows_of_a_rank_are_listed() -> None:
+    options = Options(prompts=12, ranks=2)  # 24 rows a rank
+
+    def none(b: Boundary) -> Truth:
+        b.evidence["ranks"][1]["indices"] = [[]]
+        return Truth("")
+
+    [finding] = audit(options, {"old_log_prob": none}, until="old_log_prob").findings(
+        "micro_batch_partition", "old_log_prob"
+    )
+    assert finding.evidence["rows of the rank"] == list(range(16))
+    assert finding.rows == tuple(range(24, 48))
+    assert finding.expected == "rows 0..23 of rank 1, 1 times each"
+    assert finding.actual == "24 rows too rarely, 0 too often, 0 are none"
+
+
+def test_rows_below_zero_are_none_of_the_rank() -> None:
+    def below(b: Boundary) -> Truth:
+        b.evidence["ranks"][0]["indices"][0].append(-1)
+        return Truth("")
+
+    [finding] = audit(change={"old_log_prob": below}, until="old_log_prob").findings(
+        "micro_batch_partition", "old_log_prob"
+    )
+    assert finding.actual == "0 rows too rarely, 0 too often, 1 are none"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "found"),
+    [([10, 20], False), ([10, 21], True), ([0, 2], False), ([0, 3], True), ([0, 0], False)],
+)
+def test_twice_as_many_tokens_are_even_enough(tokens: list[int], found: bool) -> None:
+    """A rank without tokens counts as one with one."""
+
+    def change(b: Boundary) -> Truth:
+        for rank, count in zip(b.evidence["ranks"], tokens, strict=True):
+            rank["tokens"] = count
+        return Truth("")
+
+    ran = audit(change={"old_log_prob": change}, until="old_log_prob")
+    findings = ran.findings("rank_tokens", "old_log_prob")
+    assert [f.actual for f in findings] == ([f"tokens per rank {tokens}"] if found else [])
+
+
+@pytest.mark.parametrize(("over", "found"), [(0, False), (1, True)])
+def test_a_micro_batch_may_be_as_large_as_the_limit(over: int, found: bool) -> None:
+    def change(b: Boundary) -> Truth:
+        for rank in b.evidence["ranks"]:
+            rank["token_limit"] = 40
+            rank["peak_token_sum"] = 40 + over
+        return Truth("")
+
+    ran = audit(change={"old_log_prob": change}, until="old_log_prob")
+    findings = ran.findings("token_limit", "old_log_prob")
+    assert len(findings) == (2 if found else 0)
+    if found:
+        assert findings[1].actual == "41 on rank 1"
+        assert findings[1].expected == "at most 40 tokens in a micro-batch"
+
+
+def test_rows_of_one_rank_that_is_alone() -> None:
+    def twice(b: Boundary) -> Truth:
+        b.evidence["ranks"][:] = [b.evidence["ranks"][0]]
+        return Truth("")
+
+    [finding] = audit(change={"old_log_prob": twice}, until="old_log_prob").findings(
+        "rank_rows", "old_log_prob"
+    )
+    assert finding.expected == "16 rows on each of 1 ranks"
+    assert finding.actual == "[8]"

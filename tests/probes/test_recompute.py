@@ -150,3 +150,22 @@ def test_ids_below_zero_and_positions_beyond_the_model_are_not_recomputed(model,
 
 def test_a_module_that_has_no_table_of_embeddings_is_not_judged():
     assert vocabulary_of(torch.nn.Linear(2, 2)) is None
+
+
+def test_without_old_log_probs_nobody_knows_whether_the_policy_has_moved(model, batch):
+    del batch["batch"]["old_log_probs"]
+    batch["batch"]["ref_log_prob"] -= 0.1 * batch["batch"]["response_mask"]
+    report = check(batch, model=model)
+    assert outcomes(report)["ref_log_prob_recomputed"][0] == "not_applicable"
+    assert told(report) == {}
+
+
+def test_how_many_tokens_are_off_and_by_how_much(model, batch):
+    batch["batch"]["old_log_probs"][2, 0:2] -= 0.5
+    batch["batch"]["old_log_probs"][4, 0] = float("nan")
+    found = told(check(batch, model=model, config={"trainer_dtype": "float32"}))["old_log_probs"]
+    assert dict(found.columns) == {2: (0, 1)}
+    assert "; 2 tokens beyond 0.001 nats" in found.actual
+    trained = int((batch["batch"]["response_mask"] != 0).sum())
+    assert found.evidence["mean gap"] == pytest.approx(1.0 / trained, rel=0.01)
+    assert found.expected.endswith("at row 2, column 0 (recomputed)")

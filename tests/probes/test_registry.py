@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from dataproto_audit.probes import PROBES, Context, Settings, probe
 from dataproto_audit.probes import context as contexts
 from dataproto_audit.probes.registry import AT_END, Probe
 from dataproto_audit.probes.scan import sum_of
-from dataproto_audit.testing.healthy import Options
+from dataproto_audit.testing.healthy import Options, boundaries
 
 FIELDS = {"responses": torch.ones((2, 3), dtype=torch.int64)}
 
@@ -174,3 +175,56 @@ def test_causes_of_a_finding_are_named_once() -> None:
     finding = _context().fail("x", causes=("shift", "precision", "shift"))
     assert finding.causes == ("shift", "precision")
     assert set(finding.causes) <= set(CAUSES)
+
+
+def test_a_probe_runs_again_where_what_it_reads_has_changed_unless_told(
+    registry: dict[str, Probe],
+) -> None:
+    """By default; ``later=False`` keeps it at home."""
+    seen: list[tuple[str, str]] = []
+
+    def watch(name: str, **declared: Any) -> None:
+        def run(view: Any, stats: Any, ctx: Any) -> list[Any]:
+            seen.append((name, ctx.stage))
+            return []
+
+        run.__name__ = name
+        probe("MY1", stages=("rollout",), needs=("response_mask",), **declared)(run)
+
+    watch("everywhere")
+    watch("at_home", later=False)
+    options = Options()
+    auditor = Auditor(replace(options.settings(), rejection=True), on_fail="record")
+    auditor.begin_step(1)
+    for b in boundaries(options):
+        if b.stage == "advantage" and b.when == "after":
+            b.batch.batch["response_mask"] = b.batch.batch["response_mask"] * 0
+        auditor.boundary(b.stage, b.batch, when=b.when, evidence=b.evidence)
+        if b.stage == "advantage" and b.when == "after":
+            break
+    assert seen == [
+        ("everywhere", "rollout"), ("at_home", "rollout"), ("everywhere", "advantage"),
+    ]  # fmt: skip
+
+
+def test_declared_defaults(registry: dict[str, Probe]) -> None:
+    probe("MY2", stages=("reward",))(lambda view, stats, ctx: [])
+    made = registry["<lambda>"]
+    assert (made.severity, made.every, made.later) == ("fail", 1, True)
+    assert (made.needs, made.stats, made.applies, made.absent) == ((), (), None, None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "filtered"),
+    [
+        ({}, False), ({"top_p": 1.0, "top_k": -1}, False), ({"top_k": 0}, False),
+        ({"top_p": 0.99}, True), ({"top_k": 1}, True), ({"top_p": 1.0, "top_k": 50}, True),
+    ],
+)  # fmt: skip
+def test_whether_a_filter_leaves_tokens_out(settings: dict[str, Any], filtered: bool) -> None:
+    assert Settings(**settings).filtered is filtered
+
+
+def test_sizes_of_one_explain_nothing() -> None:
+    assert Settings(n=4, world_size=1, tp_size=2).factors() == {"n": 4, "tp": 2}
+    assert Settings().factors() == {}

@@ -74,3 +74,89 @@ def test_zeros_must_be_most_of_what_disagrees(zeros: int, found: bool) -> None:
 def test_one_column_has_no_shift() -> None:
     right = values()[:, :1]
     assert repairs.shift(sides(right - 1.0, right)) is None
+
+
+def test_one_pair_of_cells_that_fits_is_no_shift() -> None:
+    """A shift leaves one column less; two cells have to agree after it."""
+    right = values()[:1, :3]
+    assert repairs.shift(sides(np.roll(right, 1, 1)[:, :2], right[:, :2])) is None
+    found = repairs.shift(sides(np.roll(right, 1, 1), right))
+    assert found is not None
+    assert "100% of 2 tokens fit" in found.measured
+
+
+@pytest.mark.parametrize(("moved", "found"), [(16, True), (15, False)])
+def test_four_of_five_cells_have_to_fit(moved: int, found: bool) -> None:
+    right = values()
+    wrong = right + 5.0
+    wrong[:, 1] = right[:, 0]
+    wrong[moved:, 1] += 1.0  # of two columns one pair a row
+    assert (repairs.shift(sides(wrong[:, :2], right[:, :2])) is not None) is found
+
+
+def test_the_better_of_two_shifts_is_named() -> None:
+    right = np.tile(values()[:, :1], (1, WIDTH))
+    right[:, ::2] += np.arange(4) * 1.0
+    wrong = np.roll(right, -2, 1)
+    found = repairs.shift(sides(wrong, right))
+    assert found is not None
+    assert found.test == "shift by +2"
+
+
+def test_columns_that_a_shift_leaves_without_a_source_are_wrong() -> None:
+    right = values()
+    for by, empty in ((1, -1), (-1, 0), (2, -2)):
+        found = repairs.shift(sides(np.roll(right, by, 1), right))
+        assert found is not None
+        assert found.cells is not None
+        assert found.cells[:, empty].all()
+
+
+def test_one_row_that_fits_another_one_is_chance() -> None:
+    right = values()
+    wrong = right.copy()
+    wrong[3] = right[4]
+    assert repairs.row_permutation(sides(wrong, right)) is None
+    wrong[4] = right[3]
+    found = repairs.row_permutation(sides(wrong, right))
+    assert found is not None
+    assert found.measured.endswith("-> 0, 2 of 2 rows fit another one")
+
+
+@pytest.mark.parametrize(("noise", "tokens"), [(FP32, 3), (HALF_NOISE, 6)])
+def test_cells_from_which_a_row_is_told(noise: Noise, tokens: int) -> None:
+    """Twice as many where values are known to half precision only."""
+    for width, found in ((tokens, True), (tokens - 1, False)):
+        right = values()[:, :width]
+        gap = sides(np.roll(right, 1, 0), right, noise)
+        assert (repairs.row_permutation(gap) is not None) is found
+
+
+def test_half_of_the_rows_have_to_fit_another_one() -> None:
+    right = values()
+    for rows, found in ((10, True), (9, False)):
+        wrong = right - 30.0
+        wrong[:rows] = np.roll(right[:rows], 1, 0)
+        assert (repairs.row_permutation(sides(wrong, right)) is not None) is found
+
+
+def test_zeros_are_counted_among_the_cells_that_disagree() -> None:
+    right = values()
+    wrong = right.copy()
+    right[:5, 0] = 0.0  # on either side
+    wrong[5:9, 1] = 0.0
+    wrong[9, 2] -= 1.0
+    found = repairs.placeholder(sides(wrong, right))
+    assert found is not None
+    assert (found.test, found.measured) == ("exactly 0.0", "9 of 10 cells")
+
+
+def test_what_counts_as_equal_in_half_precision() -> None:
+    right = np.array([[-1.0, -8.0]])
+    gap = Sides(right, right, np.ones((1, 2), bool), np.zeros((1, 2), bool), HALF_NOISE)
+    assert gap.bound == 2 * HALF_NOISE.mean
+    most = gap.bound + HALF_NOISE.relative * np.abs(right)
+    assert gap.alike(right + 0.99 * most, right).all()
+    assert not gap.alike(right - 1.01 * most, right).any()
+    exact = Sides(right, right - 0.5, gap.mask, gap.bad, FP32)
+    assert (exact.bound, exact.gap.tolist()) == (FP32.token, [[0.5, 0.5]])

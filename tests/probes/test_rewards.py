@@ -196,3 +196,58 @@ def test_a_score_that_is_no_number_is_named_as_that_and_nothing_else(column: int
 
     found = audit(ALL_SCORED, {"reward": change}, until="reward").report("reward").findings
     assert [finding.code for finding in found] == ["DPA407"]
+
+
+@pytest.mark.parametrize(("off", "repeated"), [(0.9e-5, True), (1.2e-5, False)])
+@pytest.mark.parametrize("score", [0.5, 1.0, 40.0])
+def test_scores_on_every_token_are_the_row_s_own_within_rounding(
+    off: float, repeated: bool, score: float
+) -> None:
+    """Two tokens a row are enough; the tolerance is relative above 1."""
+
+    def change(b: Boundary) -> Truth:
+        scores, scalar = own(b, SCORES).double(), own_array(b, "score")
+        b.batch.batch[SCORES] = scores
+        scores[:] = 0.0
+        for row, length in enumerate(lengths(b)):
+            scalar[row] = score
+            scores[row, max(length - 2, 0) : length] = score + off * max(1.0, score)
+        return Truth("")
+
+    ran = audit(ALL_SCORED, {"reward": change}, until="reward")
+    outcome = ran.outcome("reward_placement", "reward")
+    assert outcome.kind == ("failed" if repeated else "not_applicable")
+
+
+@pytest.mark.parametrize(("error", "found"), [(0.9e-6, False), (1.2e-6, True)])
+@pytest.mark.parametrize("score", [0.25, 8.0])
+def test_a_sum_is_the_score_within_a_millionth(error: float, found: bool, score: float) -> None:
+    def change(b: Boundary) -> Truth:
+        scores, scalar = own(b, SCORES).double(), own_array(b, "score")
+        b.batch.batch[SCORES] = scores
+        row = row_of(b, 3)
+        scores[row] = 0.0
+        scores[row, 2] = score + error * max(1.0, score)
+        scalar[row] = score
+        return Truth("")
+
+    ran = audit(ALL_SCORED, {"reward": change}, until="reward")
+    assert bool(ran.findings("reward_sum", "reward")) is found
+
+
+def test_half_of_the_rows_with_several_scores_are_no_process_reward() -> None:
+    """More than half of them are."""
+    kinds = []
+    for rows in (5, 6):
+
+        def change(b: Boundary, rows: int = rows) -> Truth:
+            scores = own(b, SCORES)
+            long = [row for row, length in enumerate(lengths(b)) if length >= 2]
+            scores[:] = 0.0
+            scores[long[:10], 0] = 0.5
+            scores[long[:rows], 1] = 0.25
+            return Truth("")
+
+        ran = audit(ALL_SCORED, {"reward": change}, until="reward")
+        kinds.append(ran.outcome("reward_placement", "reward").kind)
+    assert kinds == ["failed", "not_applicable"]

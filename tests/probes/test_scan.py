@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dataproto_audit import fast
 from dataproto_audit.batch import BatchView
 from dataproto_audit.probes.scan import (
     PROMPT_LENGTH,
@@ -109,3 +110,18 @@ def test_a_statistic_that_two_probes_need_is_computed_once() -> None:
     stat = sum_of("counted", ("responses",), lambda block: calls.append(1) or 1)
     assert scan(_view(5), [stat, stat], rows=7) == {"counted": 1}
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_range_is_that_of_the_trained_cells(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by the compiled loops, and where a block has no trained cell."""
+    monkeypatch.setattr(fast, "SMALL", 0 if compiled else 1 << 60)
+    monkeypatch.setattr(fast, "PAYS_AFTER", 0)
+    view = _view(6)
+    view.tensors["response_mask"][:3] = 0
+    values, used = view.numpy("old_log_probs"), view.numpy("response_mask") != 0
+    assert used.any()
+    found = scan(view, STATS, rows=3)["range:old_log_probs"]
+    assert found.tolist() == [values[used].min(), values[used].max()]

@@ -124,3 +124,37 @@ def test_rows_that_fill_the_batch_up_repeat_others(name: str) -> None:
         return Truth("")
 
     assert _outcome(filled).kind == "passed"
+
+
+def test_the_likeliest_of_the_repeated_responses_is_told() -> None:
+    """Below ``SURE``, whatever other rows of the batch are likely to say."""
+
+    def change(b: Boundary) -> Truth:
+        same_seed_in_one_group(b)
+        values = own(b, "rollout_log_probs")
+        values[:4] = torch.where(values[:4] != 0, -1.5, 0.0)
+        values[4:] *= 0.01
+        return Truth("")
+
+    [finding] = audit(LONG, {"rollout": change}, until="rollout").findings(
+        "samples_differ", "rollout"
+    )
+    assert finding.evidence["log-probability of such a response"] == pytest.approx(-1.5 * 24)
+
+
+def test_two_nats_a_token_are_twenty_in_ten_columns() -> None:
+    """As many columns as it takes for ``SURE``; a response of exactly that is sampled twice."""
+    options = Options(prompts=3, response_width=10, one_token=0, truncated=12, balanced=False)
+
+    def exactly(nats: float) -> Any:
+        def change(b: Boundary) -> Truth:
+            _copied(b, {1: 0})
+            own(b, "rollout_log_probs")[:2] = nats
+            return Truth("")
+
+        return change
+
+    assert _outcome(exactly(-2.0), options).kind == "passed"
+    longer = Options(prompts=3, response_width=11, one_token=0, truncated=12, balanced=False)
+    assert _outcome(exactly(-2.0), longer).kind == "failed"
+    assert _outcome(exactly(SURE / 11 + 1e-4), longer).kind == "passed"

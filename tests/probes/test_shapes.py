@@ -124,3 +124,125 @@ def test_a_slope_must_explain_the_gap() -> None:
     assert found.name == "temperature_mismatch"
     assert shapes.sloped(sides(_everything)) is None
     assert shapes.sloped(sides(_one_row)) is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right", "slope"),
+    [
+        ([-1.0, -2.0], [-0.5, -1.0], 0.5),
+        ([-1.0, -2.0, -4.0], [-2.0, -4.0, -8.0], 2.0),
+        ([-3.0], [-1.0], 1.0),
+        ([], [], 1.0),
+        ([-2.0, -2.0], [-1.0, -5.0], 1.0),  # values that do not vary have no slope
+    ],
+)
+def test_the_slope_of_a_few_values(wrong: list[float], right: list[float], slope: float) -> None:
+    assert shapes.slope_of(np.array(wrong), np.array(right)) == slope
+
+
+def _cells(*cells: tuple[int, int], by: float = -4.0) -> Any:
+    def change(wrong: np.ndarray) -> None:
+        for row, column in cells:
+            wrong[row, column] += by
+
+    return change
+
+
+def test_one_row_is_no_place_and_two_are() -> None:
+    assert shapes.one_place(sides(_cells((3, 2)))) is None
+    found = shapes.one_place(sides(_cells((3, 2), (5, 2))))
+    assert found is not None
+    assert (found.name, found.measured) == ("row_outlier", "column 2 of 2 rows")
+    assert shapes.one_place(sides(_cells((3, 2), (5, 1)))) is None
+    assert shapes.one_place(sides(_cells((3, 2), (5, 2), (5, 3)))) is None
+    assert shapes.from_a_column(sides(_cells((3, 5)))) is None
+
+
+@pytest.mark.parametrize(("agree", "found"), [(3, False), (2, True)])
+def test_from_a_column_on_means_most_of_what_follows(agree: int, found: bool) -> None:
+    """Of 12 cells, four of five have to disagree: the first column as a whole among them."""
+
+    def change(wrong: np.ndarray) -> None:
+        _tail(wrong)
+        wrong[4:] = values()[4:]
+        wrong[:agree, 5] = values()[:agree, 5]
+
+    assert (shapes.from_a_column(sides(change)) is not None) is found
+
+
+def test_a_quarter_of_the_rows_is_few() -> None:
+    for rows, found in ((4, True), (5, False)):
+        cause = shapes.few_rows(sides(_cells(*((row, 1) for row in range(rows)))))
+        assert (cause is not None) is found
+
+
+def test_rows_agree_plainly_at_a_tenth_of_the_gap() -> None:
+    for by, found in ((9e-3, False), (1.1e-2, True)):
+
+        def change(wrong: np.ndarray, by: float = by) -> None:
+            wrong -= 9.9e-4
+            wrong[0] -= by - 9.9e-4
+
+        assert (shapes.few_rows(sides(change)) is not None) is found
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_all_but_the_first_of_each_pack(size: int) -> None:
+    def change(wrong: np.ndarray) -> None:
+        wrong[np.arange(ROWS) % size != 0] -= 2.0
+
+    found = shapes.some_rows(sides(change))
+    assert found is not None
+    assert found.name == "cross_row_leakage"
+    assert found.measured.endswith(f": all but the first of each {size}")
+
+
+def test_rows_of_no_pack_are_counted() -> None:
+    def change(wrong: np.ndarray) -> None:
+        wrong[[0, 3, 4, 5, 9, 11]] -= 2.0
+
+    found = shapes.some_rows(sides(change))
+    assert found is not None
+    assert found.measured == "6 of 16 disagree, the others agree"
+
+    def part_of_each(wrong: np.ndarray) -> None:
+        wrong[[0, 3, 4, 5, 9, 11], :4] -= 2.0
+
+    assert shapes.some_rows(sides(part_of_each)) is None
+
+
+def test_the_offset_of_a_cast_hardly_scatters() -> None:
+    for scatter, found in ((0.2, True), (0.3, False)):
+
+        def change(wrong: np.ndarray, scatter: float = scatter) -> None:
+            wrong += 0.04
+            wrong[::2] += 0.04 * 2 * scatter
+            wrong[0, 0] += 1.0  # a single token above what half precision does
+
+        cause = shapes.uniform(sides(change))
+        assert (cause is not None) is found
+
+
+def test_a_gap_that_is_small_everywhere_is_one_of_precision() -> None:
+    def change(wrong: np.ndarray) -> None:
+        wrong[:, 0] += 0.049
+
+    found = shapes.uniform(sides(change))
+    assert found is not None
+    assert (found.name, found.test, found.measured) == (
+        "precision", "largest gap", "0.049, as half precision has it",
+    )  # fmt: skip
+    assert shapes.uniform(sides(_cells((0, 0), by=0.06))) is None
+
+
+def test_a_filter_moves_nearly_all_tokens_up() -> None:
+    """Two of a hundred may lie below by rounding; 96 cells here."""
+    for down, found in ((1, True), (2, False)):
+
+        def change(wrong: np.ndarray, down: int = down) -> None:
+            wrong += 0.1
+            wrong.ravel()[:down] -= 0.3
+
+        cause = shapes.one_sided(sides(change), sign=1.0)
+        assert (cause is not None) is found
+        assert cause is None or cause.measured == "up by 0 to 0.1"

@@ -148,3 +148,39 @@ def test_without_a_gap_there_is_nothing_to_cross() -> None:
     ran = audit(change={"rollout": whole}, until="advantage")
     outcome = ran.outcome("returns_cross_gaps", "advantage")
     assert (outcome.kind, outcome.reason) == ("not_applicable", "no gap in the mask")
+
+
+@pytest.mark.parametrize(("behind", "found"), [(0.5, True), (1e-9, False), (0.0, False)])
+def test_a_return_that_vanishes_in_rounding_says_nothing(behind: float, found: bool) -> None:
+    """Behind the gap; in front of it there are zeros."""
+
+    def change(b: Boundary) -> Truth:
+        mask = b.batch.batch["response_mask"].numpy() != 0
+        returns = own(b, "returns")
+        for row in range(len(mask)):
+            trained = np.flatnonzero(mask[row])
+            gaps = np.flatnonzero(np.diff(trained) > 1)
+            if len(gaps):
+                returns[row, trained[: gaps[0] + 1]] = 0.0
+                returns[row, trained[gaps[0] + 1 :]] = behind
+        return Truth("")
+
+    ran = audit(TURNS, {"advantage": change}, until="advantage")
+    assert bool(ran.findings("returns_cross_gaps", "advantage")) is found
+
+
+def test_a_return_that_begins_inside_a_turn_is_no_reset() -> None:
+    """Zeros in front of a trained token that is no first one of its turn."""
+
+    def change(b: Boundary) -> Truth:
+        mask = b.batch.batch["response_mask"].numpy() != 0
+        returns = own(b, "returns")
+        for row in range(len(mask)):
+            trained = np.flatnonzero(mask[row])
+            gaps = np.flatnonzero(np.diff(trained) > 1)
+            if len(gaps) and len(trained) > gaps[0] + 2:
+                returns[row, trained[: gaps[0] + 2]] = 0.0
+        return Truth("")
+
+    ran = audit(TURNS, {"advantage": change}, until="advantage")
+    assert not ran.findings("returns_cross_gaps", "advantage")

@@ -166,3 +166,45 @@ def test_the_row_is_named_in_a_batch_at_hand() -> None:
     [finding] = found
     assert (finding.severity, dict(finding.columns)) == ("warn", {1: (1,)})
     assert np.array(finding.rows).tolist() == [1]
+
+
+def test_the_first_stop_id_of_a_row_is_named() -> None:
+    def twice(b: Boundary) -> Truth:
+        row = row_of(b, 8)
+        for column in (2, 5):
+            _write(b, row, column, STOP)
+        for column in (3, 4, 6, 7):
+            _write(b, row, column, 9)
+        return at("responses", *((row, column) for column in (3, 4, 6, 7)))
+
+    ran = audit(WIDE, {"rollout": twice}, until="rollout")
+    [finding] = ran.findings("nothing_after_stop", "rollout")
+    assert finding.expected.startswith(f"no token after the stop id {STOP} at column 2 of row")
+    assert finding.actual == "4 tokens after a stop id in 1 rows"
+    assert finding.columns == ran.truths[0].columns
+
+
+def test_tokens_outside_the_vocabulary_are_counted() -> None:
+    def two(b: Boundary) -> Truth:
+        row = row_of(b, 8)
+        _write(b, row, 3, VOCABULARY)
+        _write(b, row, 4, -1)
+        return Truth("")
+
+    [finding] = audit(WIDE, {"rollout": two}, until="rollout").findings(
+        "ids_in_vocabulary", "rollout"
+    )
+    assert finding.actual.startswith(f"{VOCABULARY} at row")
+    assert finding.actual.endswith("; 2 such tokens")
+    unknown = audit(WIDE, {"rollout": two}, until="rollout", settings={"vocab_size": None})
+    [finding] = unknown.findings("ids_in_vocabulary", "rollout")
+    assert finding.expected == "ids from 0 on"
+    assert finding.actual.endswith("; 1 such tokens")
+
+
+def test_a_stop_id_in_the_last_column_ends_the_row() -> None:
+    def last(b: Boundary) -> Truth:
+        _write(b, row_of(b, 8), 7, STOP)
+        return Truth("")
+
+    assert verdict("nothing_after_stop", last)[0] == "passed"

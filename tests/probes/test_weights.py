@@ -140,3 +140,62 @@ def test_flags_that_are_no_numbers_are_not_judged() -> None:
 
     outcome = audit(Options(), {AFTER: named}, until=AFTER).outcome("unscorable_rows", AFTER)
     assert (outcome.kind, outcome.reason) == ("not_checkable", "scorable is not one flag a row")
+
+
+@pytest.mark.parametrize(("share", "kind"), [(0.15, "failed"), (0.25, "not_checkable")])
+def test_one_rule_has_to_explain_four_of_five_weights(share: float, kind: str) -> None:
+    def some(b: Boundary) -> Truth:
+        weights = own(b, FIELD)
+        cells = weighted(b).nonzero()
+        inner = [tuple(c) for c in cells.tolist()]
+        for at_, (row, column) in enumerate(inner):
+            if at_ < share * len(inner):
+                weights[row, column] *= 1.3 + 0.01 * (at_ % 7)
+        return Truth("")
+
+    ran = audit(STALE, {AFTER: some}, until=AFTER)
+    outcome = ran.outcome("importance_weights", AFTER)
+    assert outcome.kind == kind
+    if kind == "failed":
+        [finding] = ran.findings("importance_weights", AFTER)
+        assert finding.evidence["rule that fits"] == "token, at most tokens"
+        assert finding.causes == ("field_overwritten", "row_permutation")
+    else:
+        assert outcome.reason == "no known rule explains the weights"
+
+
+def test_unscorable_rows_are_counted() -> None:
+    def two(b: Boundary) -> Truth:
+        advantages = own(b, "advantages")
+        flags = own_array(b, "score")
+        flags[:] = [1] * len(flags)
+        rows = (advantages != 0).any(1).nonzero().flatten().tolist()[:2]
+        for row in rows:
+            flags[row] = 0
+        empty = next(row for row in range(len(flags)) if row not in rows)
+        flags[empty] = 0
+        advantages[empty] = 0
+        b.batch.non_tensor_batch["scorable"] = flags.copy()
+        return Truth("", tuple(rows))
+
+    ran = audit(Options(response_width=8), {AFTER: two}, until=AFTER)
+    [finding] = ran.findings("unscorable_rows", AFTER)
+    assert finding.actual == "an advantage in 2 of 3 such rows"
+    assert finding.rows == ran.truths[0].rows
+
+
+@pytest.mark.parametrize("flag", ["yes", None, [1]])
+def test_flags_that_are_no_numbers(flag: object) -> None:
+    def odd(b: Boundary) -> Truth:
+        flags = own_array(b, "score")
+        flags[:] = [1] * len(flags)
+        flags[3] = flag
+        b.batch.non_tensor_batch["scorable"] = flags.copy()
+        return Truth("")
+
+    outcome = audit(Options(response_width=8), {AFTER: odd}, until=AFTER).outcome(
+        "unscorable_rows", AFTER
+    )
+    assert (outcome.kind, outcome.reason) == (
+        "not_checkable", "scorable is not one flag a row",
+    )  # fmt: skip

@@ -60,3 +60,18 @@ def test_what_is_not_walked_does_no_harm() -> None:
 def test_mean_and_std_are_those_of_the_chosen_cells() -> None:
     mean, std = mean_and_std(np.array([[1.0, 3.0, 99.0]]), np.array([[True, True, False]]), eps=0.0)
     assert (mean, std) == (2.0, pytest.approx(2**0.5))
+
+
+def test_sums_over_every_column_begin_at_the_last_one() -> None:
+    """And end at the first: no column is counted twice."""
+    terms, walked = np.array([[1.0, 2.0, 4.0]]), np.ones((1, 3), bool)
+    for sums in (discounted, until_gaps):
+        assert sums(terms, walked, 0.5).tolist() == [[3.0, 4.0, 4.0]]
+        assert sums(terms, walked, 1.0).tolist() == [[7.0, 6.0, 4.0]]
+        assert sums(terms[:, :1], walked[:, :1], 0.5).tolist() == [[1.0]]
+
+
+def test_the_eps_of_the_whitening() -> None:
+    """1e-8 under the root: of cells that are all alike the std is 1e-4."""
+    mean, std = mean_and_std(np.full((1, 3), 2.0), np.ones((1, 3), bool))
+    assert (mean, std) == (2.0, pytest.approx(1e-4))

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -165,3 +167,39 @@ def test_leave_one_out_is_the_score_minus_the_mean_of_the_others(seed: int) -> N
         spread.append(gap / (stats.scores[others].std() + 1e-6))
     torch.testing.assert_close(rules.leave_one_out(stats), torch.stack(direct))
     torch.testing.assert_close(rules.leave_one_out_std(stats), torch.stack(spread))
+
+
+@pytest.mark.parametrize(
+    ("rule", "eps", "root"),
+    [
+        (rules.scaled_by_std, 1e-6, False),
+        (rules.leave_one_out_std, 1e-6, False),
+        (rules.group_mean_batch_std, 1e-4, False),
+        (rules.best_only, 1e-6, False),
+        (rules.whitened_scores, 1e-8, True),
+        (rules.whitened_deviations, 1e-8, True),
+    ],
+)
+def test_the_eps_of_a_rule_is_that_of_its_source(rule: Any, eps: float, root: bool) -> None:
+    """Read off scores of which it makes up much: spread 1e-4 and 2e-4, or its square."""
+    stats = _one_group(1.0, 1.0001, 1.0003, lengths=[1, 1, 1])
+    given = rule(stats, eps=eps)
+    assert torch.equal(rule(stats), given)
+    assert not torch.allclose(given, rule(stats, eps=3 * eps), rtol=1e-5)
+    exact = rule(stats, eps=0.0)
+    kept = exact != 0
+    spread = given[kept] / exact[kept]  # std / (std + eps)
+    assert bool((spread < 1).all())
+    assert bool((rule(stats, eps=-0.0)[kept] == exact[kept]).all())
+
+
+def test_the_population_std_is_smaller() -> None:
+    stats = _one_group(1.0, 0.0, 0.5)
+    wide = rules.scaled_by_std(stats, unbiased=False)
+    assert (wide / rules.scaled_by_std(stats)).tolist()[:2] == pytest.approx([1.5**0.5] * 2, 1e-5)
+
+
+def test_the_best_row_without_a_division() -> None:
+    stats = _one_group(1.0, 0.0, 0.5)
+    assert rules.best_only(stats, by_std=False).tolist() == [0.5, 0.0, 0.0]
+    assert rules.best_only(stats).tolist() == pytest.approx([0.999998, 0.0, 0.0], abs=1e-6)
