@@ -80,7 +80,7 @@ def train(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run folder.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run the audited loop: GRPO with every stage boundary checked and written down."""
+    """Run the audited loop: GRPO or PPO, every stage boundary checked and written down."""
     from dataproto_audit.trainer.config import load_config
     from dataproto_audit.trainer.validate import validate
 

@@ -95,7 +95,7 @@ def jagged(batch: DataProto) -> TensorDict | None:
     prompt, response = used[:, :width].sum(1).tolist(), used[:, width:].sum(1).tolist()
     out: dict[str, torch.Tensor] = {}
     for name, tensor in fields.items():
-        if name == "mini_batch":
+        if tensor.dim() == 1:
             out[name] = tensor
             continue
         start, end = ([0] * len(prompt), response)

@@ -74,7 +74,8 @@ class File(Mapping[str, Tensor]):
 
     def _whole(self, key: str) -> Tensor:
         whole: Tensor = self._open.get_tensor(key)
-        if self._sums.pop(key, None) not in (None, sum_of(whole)):
+        want = self._sums.pop(key, None)
+        if want is not None and want != sum_of(whole):
             raise ValueError(NOT_AS_RECORDED)
         return whole
 

@@ -41,7 +41,6 @@ from dataproto_audit.probes.registry import probe
 from dataproto_audit.probes.scan import per_row
 from dataproto_audit.reference.losses import (
     AGGREGATION_MODES,
-    LOSS_MODES,
     TOKEN_MEAN,
     TOKEN_SUM,
     LossTerms,
@@ -90,9 +89,6 @@ def _terms(
     view: BatchView, ctx: Context, rows: Any, number: int, reported: Mapping[str, Any]
 ) -> LossTerms:
     """The loss of the mini-batch ``rows`` from the recorded log-probs, as its path splits it."""
-    kind = reported.get("loss_mode", "vanilla")
-    if kind not in LOSS_MODES:
-        ctx.unknown(f"no recomputation of the loss {kind}")
     if why := unreadable(reported):
         ctx.unknown(why)
     try:

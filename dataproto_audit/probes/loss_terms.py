@@ -81,10 +81,14 @@ def picked(
 
 
 def unreadable(told: Mapping[str, Any]) -> str:
-    """Why the policy loss that an entry of ``losses`` names is not computed; empty where it is."""
+    """Why the loss of an entry of ``losses`` is not computed as it tells; empty where it is."""
     mode, gates = told.get("loss_mode", "vanilla"), told.get("gate_temperatures")
     if mode not in LOSS_MODES:
         return f"no policy loss is called {mode}"
+    if told.get("split") not in (None, "rows"):
+        return f"no loss is split by {told['split']}"
+    if not isinstance(told.get("eps") or 0.0, (int, float)):
+        return "eps is no number"
     if gates is None or _pair(gates):
         return ""
     return "gate_temperatures are no two positive numbers"
@@ -135,9 +139,7 @@ def terms_of(
 def parts_of(ranks: Any, rows: NDArray[np.int64], number: int) -> Parts:
     """The micro-batches of mini-batch ``number`` by rank, as positions in ``rows``, those of it; ()
     where the notes of ``ranks`` do not say."""
-    if not isinstance(ranks, Sequence) or not all(
-        isinstance(rank, Mapping) and rank.get("indices") for rank in ranks
-    ):
+    if not isinstance(ranks, Sequence) or not all(map(_tells, ranks)):
         return ()
     place = {row: at for at, row in enumerate(rows.tolist())}
     start, out = 0, []
@@ -149,6 +151,22 @@ def parts_of(ranks: Any, rows: NDArray[np.int64], number: int) -> Parts:
         out.append(tuple(np.asarray(micro, np.int64) for micro in micros if micro))
         start += int(rank["rows"])
     return tuple(out)
+
+
+def _tells(rank: Any) -> bool:
+    """Whether a rank's note says which of how many rows each of its micro-batches had."""
+    if not isinstance(rank, Mapping) or not isinstance(rank.get("rows"), (int, np.integer)):
+        return False
+    indices = rank.get("indices")
+    return (
+        isinstance(indices, Sequence)
+        and len(indices) > 0
+        and all(
+            isinstance(micro, (Sequence, np.ndarray))
+            and all(isinstance(at, (int, np.integer)) for at in micro)
+            for micro in indices
+        )
+    )
 
 
 def bound_of(

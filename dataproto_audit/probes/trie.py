@@ -133,9 +133,10 @@ def beyond_one(
 ) -> tuple[NDArray[np.float64], Index]:
     """The sums of :func:`prefix_sums`, and the prefixes whose sum the noise leaves open.
 
-    Noise that bounds no single token leaves a few far off. As many prefixes as that explains are
-    let through (three standard deviations more than ``FAR_SHARE``), up to what one token can do;
-    all tokens of a small vocabulary were sampled, so that one is enough.
+    Noise that bounds no single token leaves a few far off. Where no more prefixes are beyond it
+    than that explains (one and three standard deviations more than ``FAR_SHARE``: two of eight,
+    five of fifty), they are let through up to what one token can do: all tokens of a small
+    vocabulary were sampled, so that one is enough.
     """
     total = prefix_sums(cells, values)
     wrong = np.flatnonzero(total > largest_sum(noise))

@@ -19,6 +19,7 @@ from dataproto_audit.batch import BatchView
 from dataproto_audit.findings import Finding
 from dataproto_audit.probes.context import Context
 from dataproto_audit.probes.loss_terms import ABSOLUTE, RELATIVE
+from dataproto_audit.probes.noise import Noise, noise_between
 from dataproto_audit.probes.registry import probe
 from dataproto_audit.probes.return_causes import row_order
 from dataproto_audit.reference.losses import AGGREGATION_MODES, count_normaliser
@@ -26,8 +27,6 @@ from dataproto_audit.reference.values import value_loss
 
 UPDATE = ("update_values", "value_mini_batch", "values", "response_mask")
 TOLD = ("vf_loss", "cliprange_value", "loss_agg_mode", "normaliser")
-ROUNDINGS = 8.0
-"""Units of the compute precision that two passes of one critic may differ by."""
 SHIFTS = (1, -1)
 
 
@@ -35,45 +34,61 @@ SHIFTS = (1, -1)
 def first_values(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
     """Rows of the first mini-batch: the critic's values [B,R] before its step are the stored ones.
 
-    Within 1e-4, or eight roundings of the compute precision, relative to values above 1.
+    In full precision each within 1e-4, relative above 1. Half precision bounds the mean over tokens
+    only, relative to the root mean square of the values: bf16 passes of verl's toy critics differed
+    by 0.03 % of it, with dropout on by 35 %. Cells that are not finite are for the finite checks.
     """
     first = view.numpy("value_mini_batch") == 0
     if not first.any():
         ctx.unknown("no row of the first mini-batch was recorded")
-    kind = getattr(torch, str(ctx.settings.trainer_dtype).rpartition(".")[2], None)
-    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
-        ctx.unknown(f"precision unknown: {ctx.settings.trainer_dtype}")
     old, new = (view.numpy(name).astype(np.float64) for name in ("values", "update_values"))
-    on = first[:, None] & (view.numpy("response_mask") != 0)
-    bad = on & ~_alike(old, new, max(RELATIVE, ROUNDINGS * torch.finfo(kind).eps))
+    gap = np.abs(old - new)
+    on = first[:, None] & (view.numpy("response_mask") != 0) & np.isfinite(gap)
+    if not on.any():
+        return
+    bound, told = _bound(gap, new, on, noise_between(*[ctx.settings.trainer_dtype] * 2))
+    bad = on & (gap > bound)
     if not bad.any():
         return
-    causes, told = _explain(old, new, on, bad)
+    causes, why = _explain(old, new, on, bad, bound)
     row, column = np.argwhere(bad)[0]
     yield ctx.fail(
         "values",
         cells=bad,
         expected=f"{new[row, column]:.6g} at row {row}, column {column}, as before the first step",
         actual=f"{old[row, column]:.6g}",
-        evidence={"max error": float(np.abs(old - new)[bad].max()), **told},
+        evidence={"max error": float(gap[bad].max()), "mean error": float(gap[on].mean()),
+                  **told, **why},
         causes=causes,
+    )  # fmt: skip
+
+
+def _bound(gap: Any, new: Any, on: Any, noise: Noise) -> tuple[Any, dict[str, Any]]:
+    """What a gap may be in each cell, infinite where the mean is in order, and how that is told."""
+    if noise.token is not None:
+        bound = RELATIVE * np.maximum(1.0, np.abs(new))
+        return bound, {"noise model": noise.name, "bound per token": RELATIVE}
+    size = float(np.sqrt(np.square(new[on]).mean()))
+    mean = size * noise.mean_of(int(on.sum()))
+    wide = float(gap[on].mean()) <= mean
+    return (
+        np.full(gap.shape, np.inf if wide else size * noise.mean),
+        {"noise model": noise.name, "bound on mean": mean},
     )
 
 
-def _alike(old: Any, new: Any, tolerance: float) -> Any:
-    same: Any = np.abs(old - new) <= tolerance * np.maximum(1.0, np.abs(new))
-    return same
-
-
-def _explain(old: Any, new: Any, on: Any, bad: Any) -> tuple[tuple[str, ...], dict[str, str]]:
+def _explain(
+    old: Any, new: Any, on: Any, bad: Any, bound: Any
+) -> tuple[tuple[str, ...], dict[str, str]]:
     """Causes, the likely one first: stored values of another column, or of another row."""
     before = float(np.abs(old - new)[on].max())
     for shift in SHIFTS:
         moved, seen = np.roll(new, shift, 1), on & np.roll(on, shift, 1)
         seen[:, 0 if shift > 0 else -1] = False  # what the roll brought from the other end
-        if seen[bad].any() and _alike(old, moved, RELATIVE)[seen].all():
-            left = float(np.abs(old - moved)[seen].max())
-            return ("shift",), {f"shift by {shift:+d}": f"max error {before:.3g} -> {left:.3g}"}
+        left = np.abs(old - moved)[seen]
+        if seen[bad].any() and (left <= bound[seen]).all():
+            told = f"max error {before:.3g} -> {float(left.max()):.3g}"
+            return ("shift",), {f"shift by {shift:+d}": told}
     order = row_order(old, new, on, bad)
     if order:
         return ("row_permutation",), {"rows matched anew": order}
@@ -114,7 +129,7 @@ def value_loss_recomputed(
             "losses",
             expected=f"{name} {want:.6g} of mini-batch {number}, unsplit",
             actual=f"{got:.6g}",
-            evidence={"factor": got / want if want else float("nan"),
+            evidence={"factor": got / want if want else float("nan"), "bound, relative": RELATIVE,
                       "mini-batches wrong": len({entry[0] for entry in wrong})},
             causes=_causes(name, got, given),
         )  # fmt: skip

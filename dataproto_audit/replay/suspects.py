@@ -31,7 +31,7 @@ COUNTS = frozenset({"DPA104", "DPA109", "DPA113", "DPA117", "DPA701", "DPA415"})
 """Codes that a wrong number of rows sets off again at later stages."""
 BETWEEN_FIELDS = frozenset({
     "DPA401", "DPA402", "DPA403", "DPA404", "DPA405", "DPA411", "DPA412", "DPA414", "DPA415",
-    "DPA501",
+    "DPA501", "DPA505",
 })  # fmt: skip
 """Of the checks of groups, rewards and losses, those that do not recompute an output."""
 WITNESSED = frozenset({"DPA303", "DPA304"})

@@ -16,6 +16,7 @@ from dataproto_audit.trainer.backends.megatron.options import options_from
 from dataproto_audit.trainer.rate_keys import check_rates
 from dataproto_audit.trainer.schema import AlgorithmConfig
 from dataproto_audit.trainer.schema_critic import CriticConfig
+from dataproto_audit.trainer.schema_megatron import RoleMegatronConfig
 from dataproto_audit.trainer.workers.spec import CriticSpec, critic_spec, with_critic
 
 OF_GAE = ("gamma", "lam")
@@ -38,6 +39,9 @@ def check_critic(config: DictConfig, *, world_size: int) -> None:
     _refuse_idle(_algorithm(config, OF_GROUPS), f"{estimator}, which compares no groups")
     _token_limits(config)
     made = critic_spec(config, options_from(config.actor_rollout_ref.actor.megatron))
+    if (made.strategy or config.actor_rollout_ref.actor.strategy) != "megatron":
+        layout = _changed(config.critic.megatron, RoleMegatronConfig, "critic.megatron")
+        _refuse_idle(layout, "the critic's engine is not megatron")
     check_rates(config.critic.optim, config.trainer, key="critic.optim")
     _rows(config, made, chunks=_chunks(config, made, world_size=world_size))
 
@@ -62,6 +66,11 @@ def _token_limits(config: DictConfig) -> None:
         limit, forward = critic.ppo_max_token_len_per_gpu, critic.forward_max_token_len_per_gpu
         check_limit("critic.ppo_max_token_len_per_gpu", limit, config.data)
         check_limit("critic.forward_max_token_len_per_gpu", forward or limit, config.data)
+        return
+    limits = ("critic.ppo_max_token_len_per_gpu", "critic.forward_max_token_len_per_gpu")
+    changed = _changed(critic, CriticConfig, "critic")
+    idle = [text for text in changed if text.partition("=")[0] in limits]
+    _refuse_idle(idle, "critic.use_dynamic_bsz is false")
 
 
 def _chunks(config: DictConfig, made: CriticSpec, *, world_size: int) -> int:

@@ -94,7 +94,7 @@ def check_role(spec: WorkerSpec, role: str, *, rows: int | None = None) -> None:
         if not micro.rows and not micro.max_tokens:
             options = replace(options, vpp=None)  # cut into as many as there are stages
         size = None if micro.max_tokens else micro.rows or None
-        layout.check_micro_batches(options, rows=rows, size=size)
+        layout.check_micro_batches(options, rows=rows, size=size, section=section)
 
 
 def _one_layout(spec: WorkerSpec, role: str, other: str) -> None:

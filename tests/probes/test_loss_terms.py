@@ -187,3 +187,27 @@ def test_how_far_a_term_may_lie(
     mask[0, :tokens] = True
     advantages[0, 0], advantages[1, 0] = -largest, 99.0  # what is not trained does not count
     assert bound_of(exact, advantages, mask, normaliser, eps=eps) == pytest.approx(bound)
+
+
+@pytest.mark.parametrize(
+    "notes",
+    [
+        [{"indices": [[0, 1], [2, 3]]}],
+        [{"rows": 4, "indices": [0, 1]}],
+        [{"rows": 4, "indices": [["a", 3]]}],
+        [{"rows": "4", "indices": [[0, 1]]}],
+        [{"rows": 4, "indices": 3}],
+        "ranks",
+    ],
+)
+def test_notes_of_another_form_say_nothing(notes: Any) -> None:
+    assert parts_of(notes, np.arange(4), 0) == ()
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [({"split": "tokens"}, "split by tokens"), ({"eps": "x"}, "eps is no number")],
+)
+def test_what_an_entry_tells_in_other_words_is_not_computed(told: Any, why: str) -> None:
+    assert why in unreadable(told)
+    assert not unreadable({"split": "rows", "eps": 1e-3})

@@ -122,14 +122,51 @@ def test_what_was_not_told_leaves_the_verdict_open(change: Any, reason: str) -> 
     assert (outcome.kind, reason in outcome.reason) == ("not_checkable", True)
 
 
-@pytest.mark.parametrize(("dtype", "silent"), [("bfloat16", True), ("float32", False)])
-def test_the_tolerance_is_that_of_the_precision(dtype: str, silent: bool) -> None:
+def _moved_by(share: float, cells: int = 0) -> Any:
+    """Normal noise of ``share`` of the values' root mean square on all cells, or on a few."""
+
     def change(b: Boundary) -> Truth:
-        own(b, "update_values")[:] += 0.01
+        values, mask = own(b, "update_values"), b.batch.batch["response_mask"] != 0
+        noise = torch.randn(values.shape, generator=torch.Generator().manual_seed(3))
+        if cells:
+            few = torch.zeros_like(mask)
+            few[tuple(mask.nonzero()[:cells].T)] = True
+            noise = few.float()
+        values += share * values[mask].square().mean().sqrt() * noise
         return Truth("values")
 
-    ran = audit(CRITIC, {AFTER: change}, until=AFTER, settings={"trainer_dtype": dtype})
-    assert (not ran.findings("first_values", AFTER)) is silent
+    return change
+
+
+@pytest.mark.parametrize(
+    ("dtype", "share", "cells", "silent"),
+    [
+        ("float32", 0.01, 0, False),
+        ("bfloat16", 0.01, 0, True),
+        ("bf16", 0.01, 0, True),
+        ("bfloat16", 0.3, 2, True),  # single tokens have no bound
+        ("bfloat16", 0.35, 0, False),  # what dropout of 0.1 did in a run of verl
+        ("fp32", 0.0, 0, True),
+    ],
+)
+def test_the_tolerance_is_that_of_the_precision(
+    dtype: str, share: float, cells: int, silent: bool
+) -> None:
+    change = {AFTER: _moved_by(share, cells)}
+    ran = audit(CRITIC, change, until=AFTER, settings={"trainer_dtype": dtype})
+    found = ran.findings("first_values", AFTER)
+    assert (not found) is silent
+    assert all("noise model" in finding.evidence for finding in found)
+
+
+def test_values_that_are_not_finite_are_for_the_finite_checks() -> None:
+    def change(b: Boundary) -> Truth:
+        for name in ("values", "update_values"):
+            own(b, name)[0, 0] = float("nan")
+        return Truth("values")
+
+    ran = audit(CRITIC, {AFTER: change}, until=AFTER)
+    assert not ran.findings("first_values", AFTER)
 
 
 def test_the_loss_table_holds_the_value_loss() -> None:

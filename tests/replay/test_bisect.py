@@ -190,3 +190,20 @@ def test_an_error_of_the_predicate_is_coded(tmp_path: Path) -> None:
 
     with pytest.raises(UsageError, match=r"DPA851 the predicate raised KeyError"):
         bisect(tmp_path, predicate=fails)
+
+
+@pytest.mark.parametrize("name", ["values", "update_values"])
+def test_a_value_that_is_not_finite_has_one_place(name: str, tmp_path: Path) -> None:
+    options = Options(critic=True)
+    with TraceWriter(tmp_path, retention="all", settings=vars(options.settings())) as writer:
+        writer.begin_step(1)
+        for b in boundaries(options):
+            tensors = b.batch.batch
+            if tensors is not None and name in tensors:
+                tensors[name] = tensors[name].clone()
+                tensors[name][0, 0] = float("nan")
+            writer.write_boundary(b.stage, b.batch, when=b.when, evidence=b.evidence)
+        writer.end_step()
+    told = bisect(tmp_path, scorers=Scorers()).to_dict()
+    assert told["stage"] == {"values": "values", "update_values": "update_critic"}[name]
+    assert told["later_faults"] == []

@@ -258,7 +258,9 @@ class TrainWorker:
 
     def weights_checksum(self, role: str) -> dict[str, int]:
         """Checksums of this rank's pieces."""
-        backend = self.actor if role == "actor" else self._frozen()
+        backend = self.critic if role == "critic" else self.actor
+        if role == "ref" or backend is None:
+            backend = self._frozen()
         return pieces.payload_checksums(self._payload(backend))
 
     def _payload(self, backend: Backend) -> pieces.ShardPayload:
@@ -271,8 +273,8 @@ class TrainWorker:
         )
 
     def save_checkpoint(self, folder: str) -> RankFile:
-        """Write what the next step depends on: weights, optimizer, random state, and the
-        reference where it is not the model folder's."""
+        """Write what the next step depends on: weights and optimizer of actor and critic, random
+        state, and the reference where it is not the model folder's."""
         tensors = {f"actor/{key}": value for key, value in self.actor.state().items()}
         if self.reference is not None and self._reference_moved:
             state = self.reference.state()
@@ -308,9 +310,14 @@ class TrainWorker:
         held = (("actor", self.actor), ("ref", self.reference), ("critic", self.critic))
         for role, backend in held:
             whole = whole_of_role(files, role, layout, model=model) if backend else None
-            if backend is not None and whole is not None:
-                backend.load_state(backend.state_from(whole))
-                self._reference_moved |= role == "ref"
+            if backend is None or (whole is None and role == "ref"):
+                continue  # a reference that was not kept is the model folder's
+            if whole is None:
+                raise UsageError(
+                    "DPA804", f"{folder} holds no {role}.", "Resume it as it was configured."
+                )
+            backend.load_state(backend.state_from(whole))
+            self._reference_moved |= role == "ref"
         return self._take_rest(files[self.rank % len(files)])
 
     def _take_rest(self, tensors: dict[str, torch.Tensor]) -> int:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from dataproto_audit.codes import UsageError
 from dataproto_audit.trainer.backends.megatron.options import RECOMPUTE, MegatronOptions
 
-KEY = "actor_rollout_ref.actor.megatron"
+SECTION = "actor_rollout_ref.actor"
+KEY = f"{SECTION}.megatron"
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 VPP, CP = "virtual_pipeline_model_parallel_size", "context_parallel_size"
 ARCHITECTURES = {
@@ -90,29 +91,32 @@ def installed() -> bool:
     return finder.find_spec("megatron.core", list(found.submodule_search_locations)) is not None
 
 
-def check_micro_batches(options: MegatronOptions, *, rows: int, size: int | None) -> None:
+def check_micro_batches(
+    options: MegatronOptions, *, rows: int, size: int | None, section: str = SECTION
+) -> None:
     """Raise DPA854 if an update of ``rows`` rows a rank and mini-batch cannot fill the pipeline.
 
-    ``size`` rows a micro-batch, None where they are cut by tokens: then the plan makes as many
-    as the schedule asks for, and only the number of rows bounds it. The interleaved schedule
+    ``section`` holds the role's keys; ``size`` rows a micro-batch, None where they are cut by
+    tokens: then the plan makes as many as the schedule asks for, and only the number of rows
+    bounds it. The interleaved schedule
     takes multiples of its stages only (megatron-core 0.16.1, schedules.py:1015).
     """
     if options.pp == 1:
         return
     count = rows if size is None else -(-rows // size)
     what = "rows" if size is None else "micro-batches"
-    where = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
+    where = f"{section}.ppo_micro_batch_size_per_gpu"
     if count < options.pp:
         raise UsageError(
             "DPA854",
-            f"{KEY}.{PP}: {count} {what} of a mini-batch on each data-parallel rank cannot fill "
-            f"{options.pp} pipeline stages.",
+            f"{section}.megatron.{PP}: {count} {what} of a mini-batch on each data-parallel rank "
+            f"cannot fill {options.pp} pipeline stages.",
             f"Set {where} to {max(1, rows // options.pp)} or less.",
         )
     if options.vpp and count % options.pp:
         raise UsageError(
             "DPA854",
-            f"{KEY}.{VPP}: the interleaved schedule takes a multiple of {options.pp} "
+            f"{section}.megatron.{VPP}: the interleaved schedule takes a multiple of {options.pp} "
             f"micro-batches, a mini-batch has {count} {what} on each data-parallel rank.",
             f"Choose {where} so that their number is a multiple of {options.pp}.",
         )

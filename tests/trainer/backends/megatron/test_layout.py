@@ -121,6 +121,12 @@ def test_a_pipeline_that_cannot_be_filled_is_refused(options, rows, size, messag
         layout.check_micro_batches(options, rows=rows, size=size)
 
 
+def test_the_keys_of_another_role_are_its_own():
+    with pytest.raises(UsageError, match=r"critic\.megatron\.pipeline.* 1 micro-batch") as caught:
+        layout.check_micro_batches(MegatronOptions(pp=2), rows=8, size=8, section="critic")
+    assert "critic.ppo_micro_batch_size_per_gpu to 4" in caught.value.remedy
+
+
 def test_micro_batches_that_fill_the_stages_pass():
     layout.check_micro_batches(MegatronOptions(), rows=1, size=1)
     layout.check_micro_batches(MegatronOptions(pp=2), rows=6, size=2)
