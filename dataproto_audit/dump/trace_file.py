@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -41,6 +42,7 @@ class File(Mapping[str, Tensor]):
 
     @cached_property
     def _open(self) -> Any:
+        refuse_special(self.path)
         try:
             return safe_open(self.path, framework="pt")
         except (SafetensorError, OSError) as error:
@@ -94,8 +96,19 @@ class File(Mapping[str, Tensor]):
         return jagged_of_parts(widened(joined, dtype), lengths.cumsum(0))
 
 
+def refuse_special(path: Path) -> None:
+    """Raise DPA820 for what is no file of its own: a link, a pipe or a device may never end."""
+    try:
+        mode = path.lstat().st_mode
+    except OSError as error:
+        raise broken(path, f"it cannot be read ({error})") from error
+    if not stat.S_ISREG(mode):
+        raise broken(path, "it is a link or a device, and no file")
+
+
 def read_json(path: Path, *, checksum: Any = None) -> Any:
     """The JSON of a file of the trace, with this checksum where one is known. Raises DPA820."""
+    refuse_special(path)
     try:
         data = path.read_bytes()
         if checksum not in (None, sum_of(data)):

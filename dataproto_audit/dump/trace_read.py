@@ -6,10 +6,12 @@ is checked before it is used. Fields are read lazily, whole or some rows of them
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -35,9 +37,18 @@ from dataproto_audit.dump.trace_format import (
 from dataproto_audit.dump.trace_json import Decoder
 from dataproto_audit.findings import When
 
-REMEDY = "Name a trace folder, a run folder that holds one, or one of its steps."
+REMEDY = (
+    "Name a trace folder, a run folder that holds one, or one of its steps; "
+    "`dataproto-audit convert FILE FOLDER` makes a trace of saved batches."
+)
 Rows = Sequence[int] | None
 _NOT_FINITE: dict[str, float] = {word: float(word) for word in ("nan", "inf", "-inf")}
+MOST_ROWS = 1 << 40
+HEAD_KINDS: dict[str, type] = {
+    "settings": dict, "sums": dict, "meta": dict, "evidence": dict, "row_keys": list,
+    "outcomes": list, "findings": list, "fields": list,
+}  # fmt: skip
+"""Entries of a boundary and what they are in JSON, where they are told."""
 
 
 @dataclass
@@ -154,11 +165,11 @@ class Step:
         self.number = number
         self.ended = str(said.get("ended", "unfinished"))
         self.failed = bool(said.get("failed"))
-        told = said.get("metrics")
-        self.metrics: dict[str, Any] = {}
+        told = said.get("metrics") or {}
+        if not isinstance(told, dict) or any(map(_too_large, told.values())):
+            raise broken(folder, "its metrics are no numbers by name")
+        self.metrics: dict[str, Any] = {str(k): _NOT_FINITE.get(str(v), v) for k, v in told.items()}
         """What the run measured in the step; NaN and infinities as numbers."""
-        if isinstance(told, dict):
-            self.metrics = {str(k): _NOT_FINITE.get(str(v), v) for k, v in told.items()}
         self._names = list(names)
         self._boundaries: dict[str, Boundary] = {}
         self._files: dict[str, File] = {}
@@ -259,6 +270,11 @@ class Step:
         return wanted
 
 
+def _too_large(value: Any) -> bool:
+    """True for a whole number that no float holds."""
+    return isinstance(value, int) and abs(value) > sys.float_info.max
+
+
 def _array(column: Any, decode: Decoder) -> NDArray[Any]:
     if "whole" in column:
         whole: NDArray[Any] = decode(column["whole"])
@@ -270,6 +286,8 @@ def _array(column: Any, decode: Decoder) -> NDArray[Any]:
     index = range(len(unique)) if index is None else index
     out = np.empty(len(index), dtype=object)
     for row, place in enumerate(index):
+        if not 0 <= place < len(unique):
+            raise IndexError(f"entry {place} of {len(unique)}")
         out[row] = unique[place]
     return out
 
@@ -280,11 +298,23 @@ def _boundary(step: Step, name: str) -> Boundary:
     try:
         if head["kind"] != KIND or head["step"] != step.number:
             raise ValueError(f"it is of step {head['step']}, in the folder of step {step.number}")
+        _refuse_other_kinds(head)
         fields = [_stored(step, entry) for entry in head["fields"]]
-        int(head["rows"]), str(head["stage"]), str(head["when"])
     except (KeyError, TypeError, ValueError) as error:
         raise broken(path, f"it is no boundary ({error})") from error
     return Boundary(step, name, head, {stored.name: stored for stored in fields})
+
+
+def _refuse_other_kinds(head: Mapping[str, Any]) -> None:
+    """Raise ValueError where an entry of a boundary is of another kind than is written."""
+    rows = head["rows"]
+    if type(rows) is not int or not 0 <= rows < MOST_ROWS:
+        raise ValueError(f"rows is {str(rows)[:40]}")
+    for key, kind in HEAD_KINDS.items():
+        if not isinstance(head.get(key), (kind, NoneType)):
+            raise ValueError(f"{key} is of another kind")
+    if not all(isinstance(head[key], str) for key in ("stage", "when")):
+        raise ValueError("stage or when is no text")
 
 
 def _stored(step: Step, entry: Mapping[str, Any]) -> Stored:

@@ -131,9 +131,12 @@ class Replay:
                 alone.extend(said_of_file(boundary, self.policy))
                 made.seen.append(Seen(boundary, view, alone))
                 continue
+            partial = boundary.evidence.get(PARTIAL) is True
+            if partial:  # what happened between two saved files is not known
+                auditor.unseen()
             report = auditor.boundary(
                 boundary.stage, view, when=boundary.when, evidence=boundary.evidence,
-                partial=boundary.evidence.get(PARTIAL) is True,
+                partial=partial,
             )  # fmt: skip
             intact(boundary, view)
             report.extend(said_of_file(boundary, self.policy))

@@ -605,3 +605,47 @@ def test_paths_that_are_no_trace(tmp_path: Path) -> None:
         Trace(tmp_path).step(9)
     assert find_trace(tmp_path / "step_000004") == (tmp_path, 4)
     assert find_trace(tmp_path / "step_000004" / "00_rollout") == (tmp_path, 4)
+
+
+def _one_boundary(folder: Path) -> Path:
+    with TraceWriter(folder, retention="all") as writer:
+        writer.begin_step(1)
+        writer.write_boundary("rollout", batch())
+        writer.end_step(metrics={"loss": 1.0})
+    return next(folder.glob("step_*/00_rollout"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rows", -1), ("rows", 3.7), ("rows", 10**30), ("rows", float("inf")), ("rows", True),
+        ("settings", [3]), ("row_keys", 5), ("sums", 3), ("findings", {}), ("outcomes", "x"),
+        ("stage", 4),
+    ],
+)  # fmt: skip
+def test_an_entry_of_another_kind_is_refused(key: str, value: Any, tmp_path: Path) -> None:
+    path = _one_boundary(tmp_path) / "boundary.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    with pytest.raises(UsageError, match=r"DPA820 .*it is no boundary"):
+        _ = Trace(tmp_path).step(1).boundaries
+
+
+@pytest.mark.parametrize("metrics", [5, [1], {"loss": 10**400}])
+def test_metrics_of_another_kind_are_refused(metrics: Any, tmp_path: Path) -> None:
+    path = _one_boundary(tmp_path).parent / "step.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "metrics": metrics}))
+    with pytest.raises(UsageError, match=r"DPA820 .*metrics are no numbers"):
+        Trace(tmp_path).step(1)
+
+
+@pytest.mark.parametrize("name", ["boundary.json", "objects.json", "tensors.safetensors"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_is_no_file_is_not_waited_for(name: str, kind: str, tmp_path: Path) -> None:
+    path = _one_boundary(tmp_path) / name
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(UsageError, match=r"DPA820 .*a link or a device"):
+        Trace(tmp_path).step(1).boundaries[0].view()

@@ -14,9 +14,11 @@ from dataproto_audit.dump.readers import read_batches
 from dataproto_audit.dump.readers.saved import Saved, parts
 from dataproto_audit.dump.trace import Trace, write_step
 from dataproto_audit.protocol import DataProto
+from dataproto_audit.replay.bisect import bisect
 from dataproto_audit.replay.convert import convert
 from dataproto_audit.replay.loading import recordings
 from dataproto_audit.replay.replay import replay
+from dataproto_audit.replay.scorers import Scorers
 
 from ..dump.readers.test_malicious import COMMAND, archive, name, text
 
@@ -63,6 +65,27 @@ def test_boundaries_keep_their_stage_in_a_trace(samples, tmp_path):
     stages = [b.stage for b in trace.step(1).boundaries]
     assert "advantage" in stages
     assert "rollout" in stages
+
+
+@pytest.mark.parametrize(
+    "run",
+    ["gae_legacy", "grpo_kl_in_reward", "grpo_n4_engine_dyn", "inter_legacy", "padeos", "rpp"],
+)
+def test_files_of_a_healthy_step_are_not_held_against_each_other(run, samples, tmp_path):
+    convert(samples / "verl-0.7.1" / run, tmp_path / "t")
+    replayed = list(replay(tmp_path / "t"))
+    assert [str(f) for r in replayed for f in r.report.findings if f.severity == "fail"] == []
+    told = bisect(tmp_path / "t", scorers=Scorers()).to_dict()
+    assert told["stage"] is None
+    assert told["later_faults"] == []
+
+
+def test_a_fault_in_one_file_of_a_step_is_found_there(samples, tmp_path):
+    convert(samples / "verl-0.7.1-wrong/rpp_multiturn_returns_lost", tmp_path / "t")
+    told = bisect(tmp_path / "t", scorers=Scorers()).to_dict()
+    assert (told["stage"], told["field"]) == ("advantage", "returns")
+    assert told["rows"] == [1, 2, 3, 4, 5, 6, 7]
+    assert told["later_faults"] == []
 
 
 def test_one_of_several(samples, tmp_path):
