@@ -31,6 +31,12 @@ SEEN = 0.03
 """Nats. bf16 autocast against float32 differed by at most 0.028 over 73 runs of a small model."""
 MOST_NATS = 20.0
 """Gaps are cut here before they are exponentiated."""
+SHIFTS = (1, -1, 2, -2)
+SHIFT_FACTOR = 5.0
+"""A shift explains a row when the row is this many times as far off as the median one, and the
+shift brings it this many times nearer."""
+LEAST_SHIFTED = 5
+"""Tokens of a row below which a shift that fits may be chance."""
 FEW = 3
 """Rows below which there is no usual row, and tokens below which there is no unusual one."""
 ISOLATED = 0.2
@@ -63,6 +69,38 @@ def _standing_out(of_row: NDArray[np.float64]) -> tuple[Any, float]:
     return out, float(of_row[~out].max(initial=0.0))
 
 
+def _shifted(view: BatchView) -> tuple[int, NDArray[np.bool_], dict[str, str]]:
+    """A shift of old log-probs by one or two columns that makes some rows agree as the others do:
+    how far, in which rows ``[B]``, and how well.
+
+    Where most rows disagree, the whole batch is another check's; a row of few tokens tells nothing.
+    Before and after are means over the same tokens, so that one odd token at an end counts neither
+    way.
+    """
+    old, rollout = (view.numpy(name).astype(np.float64) for name in BOTH[:2])
+    mask = (view.numpy("response_mask") != 0) & np.isfinite(old) & np.isfinite(rollout)
+    usual = float(np.median(_mean(np.abs(old - rollout), mask)[mask.any(1)], axis=0))
+    best = np.zeros(len(old), bool), 0, 0.0, 0.0
+    for by in SHIFTS:
+        if abs(by) >= old.shape[1]:
+            continue
+        moved, both = np.roll(old, by, 1), mask & np.roll(mask, by, 1)
+        both[:, slice(by) if by > 0 else slice(by, None)] = False  # came from the other end
+        before, after = (_mean(np.abs(side - rollout), both) for side in (old, moved))
+        rows = (both.sum(1) >= LEAST_SHIFTED) & (before > max(SEEN, SHIFT_FACTOR * usual))
+        rows &= after * SHIFT_FACTOR < before
+        if rows.sum() > best[0].sum() and 2 * rows.sum() < mask.any(1).sum():
+            best = rows, by, float(before[rows].mean()), float(after[rows].mean())
+    rows, by, before_, after_ = best
+    return by, rows, {f"shift by {by:+d}": f"mean gap {before_:.3g} -> {after_:.3g} nats"}
+
+
+def _mean(values: NDArray[np.float64], mask: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Mean over each row's cells in ``mask``; 0 without any."""
+    out: NDArray[np.float64] = np.where(mask, values, 0.0).sum(1) / np.maximum(mask.sum(1), 1)
+    return out
+
+
 @probe("DPA310", stages=("old_log_prob",), needs=BOTH, stats=(GAP,), applies=incomparable)
 def rows_alike(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
     """No row's log-probs [B,R] disagree far more than those of most rows.
@@ -80,6 +118,19 @@ def rows_alike(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Itera
     if largest <= SEEN:
         return
     gap = _gap(view, *BOTH[:2])
+    by, shifted, told = _shifted(view)
+    if by:
+        yield ctx.fail(
+            "old_log_probs",
+            code="DPA304",
+            cells=shifted[:, None] & (gap > 0),
+            expected="rollout_log_probs of the same columns, as in the other rows",
+            actual=f"those of other columns in {int(shifted.sum())} rows",
+            evidence=told,
+            causes=("shift", "row_outlier"),
+            hint="column t of old_log_probs must score responses[:, t]",
+        )
+        return
     bad = out[:, None] & (gap > CELL_FACTOR * rest)
     trained = view.numpy("response_mask") != 0
     multiple = float(np.exp(np.minimum(gap[trained], MOST_NATS)).mean()) if trained.any() else 1.0

@@ -257,3 +257,39 @@ def test_half_precision_passes_are_not_compared_row_by_row() -> None:
     ran = audit(Options(dtype="bfloat16"), until="update_actor")
     outcome = ran.outcome("update_rows_alike", "update_actor")
     assert (outcome.kind, outcome.reason) == ("not_applicable", "half precision has heavy tails")
+
+
+LONG = Options(dtype="bfloat16", prompts=4, n=4, response_width=12, balanced=False)
+
+
+@pytest.mark.parametrize("by", [1, -1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_few_shifted_rows_are_told_from_the_noise_of_half_precision(by: int, seed: int) -> None:
+    rows: list[int] = []
+
+    def change(b: Boundary) -> Truth:
+        values = own(b, OLD)
+        rows[:] = (b.batch.batch["response_mask"].sum(1)).argsort(descending=True)[:2].tolist()
+        values[rows] = torch.roll(values[rows], by, 1)
+        return Truth(OLD, tuple(rows))
+
+    ran = audit(replace(LONG, seed=seed), {AT: change}, until=AT)
+    [found] = [f for f in ran.findings("rows_alike", AT) if f.severity == "fail"]
+    assert found.code == "DPA304"
+    assert found.causes[0] == "shift"
+    assert sorted(found.rows) == sorted(rows)
+    assert f"shift by {-by:+d}" in str(found)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_healthy_row_of_half_precision_is_called_shifted(seed: int) -> None:
+    def far(b: Boundary) -> Truth:
+        """One token far off at the end of a row, where a shift would push it out."""
+        mask = b.batch.batch["response_mask"] != 0
+        row = int(mask.sum(1).argmax())
+        own(b, OLD)[row, int(mask[row].sum()) - 1] -= 0.4
+        return Truth(OLD, (row,))
+
+    for changes in ({}, {AT: far}):
+        ran = audit(replace(LONG, seed=seed), changes, until=AT)
+        assert [f for f in ran.findings("rows_alike", AT) if f.code == "DPA304"] == []
