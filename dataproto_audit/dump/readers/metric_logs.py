@@ -107,6 +107,8 @@ def steps_of(data: bytes) -> list[Step]:
         lines = [line for line in text.split("\n") if line.strip()]
         if lines[0].strip() == "{":
             lines = [text]
+        elif len(lines) > 1 and not text.endswith("\n") and _cut_off(lines[-1]):
+            del lines[-1]  # a killed run; what comes before it is whole
         return [_row(_loaded(line, at), at) for at, line in enumerate(lines, 1)]
     steps = list(_console(text))
     if not steps:
@@ -120,6 +122,14 @@ def _text(data: bytes) -> str | None:
     except UnicodeDecodeError as error:
         # Cut in the middle of a character at the end of what was looked at.
         return data[: error.start].decode("utf-8-sig", "replace") if error.start > 32 else None
+
+
+def _cut_off(line: str) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return True
+    return False
 
 
 def _loaded(line: str, number: int) -> Any:

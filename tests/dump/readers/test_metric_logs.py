@@ -108,7 +108,7 @@ def damaged(data, at):
         (b":W&B\xe1\xbe\x01" + bytes(20), "another version"),
         (b"a line\nanother", "no line of it reads step:N"),
         (b'{"step": 1}\n3', "not an object"),
-        (b'{"step": 1}\n{', "line 2, column"),
+        (b'{"step": 1}\n{\n', "line 2, column"),
         (b"[1, 2]", "not an object"),
         (b"\x80\x04N.", "no history"),
         (b"", "empty"),
@@ -133,3 +133,13 @@ def test_batches_are_no_metric_logs(samples):
         if path.is_file() and path.suffix in (".pkl", ".pt", ".parquet", ".jsonl"):
             held = path.name == "metrics.jsonl"
             assert is_metric_log(path.read_bytes()[: 1 << 16]) is held, path
+
+
+def test_a_line_that_a_killed_run_did_not_finish_is_left_out(tmp_path):
+    whole = '{"step": 1, "data": {"actor/loss": 1.0}}\n{"step": 2, "data": {"actor/loss": 2.0}}\n'
+    log = tmp_path / "log.jsonl"
+    log.write_text(whole + '{"step": 3, "data": {"actor/lo')
+    assert [step["step"] for step in read_history(log)] == [1, 2]
+    log.write_text(whole.replace("{", "", 1))  # not the last one
+    with pytest.raises(UsageError, match="DPA857"):
+        read_history(log)
