@@ -86,6 +86,7 @@ def _answer(asked: _Asked, scratch: Path) -> dict[str, Any]:
     logging.disable_progress_bar()
     path, rows = asked.path, asked.rows
     folder = asked.model or _tiny(scratch)
+    _refuse_no_weights(folder)
     wanted = parse_layouts(asked.layouts, model=str(folder))
     if not wanted:
         raise UsageError("DPA851", "--layouts names none.", "As in fsdp:2,megatron:tp=2.")
@@ -103,6 +104,15 @@ def _answer(asked: _Asked, scratch: Path) -> dict[str, Any]:
     batch = batches.from_tensors(
         tensors, rows=rows, multiple_of=parts, temperature=asked.temperature
     )
+    _refuse_ids(batch, int(model_config(ModelSpec(str(folder)))["vocab_size"]), folder)
+    longest = int(batch.batch["attention_mask"].sum(-1).max())
+    for layout in wanted:
+        limit = layout.micro.max_tokens
+        if limit and limit < longest:
+            raise UsageError(
+                "DPA856", f"layout {layout.name!r}: a row has {longest} tokens.",
+                f"Give tokens={longest} or more; a row cannot be split.",
+            )  # fmt: skip
     made = batches.complete(batch, reference.log_probs(batch))
     with Pool() as pool:
         compared = run.compare(
@@ -247,6 +257,27 @@ def _made(folder: Path, rows: int) -> DataProto:
     return demo_batch(vocab_size=int(model_config(ModelSpec(str(folder)))["vocab_size"]), rows=rows)
 
 
+def _refuse_no_weights(folder: Path) -> None:
+    patterns = ("*.safetensors", "pytorch_model*.bin")
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in patterns):
+        raise UsageError(
+            "DPA852", f"{folder} holds no weights (*.safetensors).", "Save the model there."
+        )
+
+
+def _refuse_ids(batch: DataProto, vocabulary: int, folder: Path) -> None:
+    ids = batch.batch["input_ids"]
+    beyond = ((ids < 0) | (ids >= vocabulary)).nonzero()
+    if len(beyond):
+        row, column = beyond[0].tolist()
+        raise UsageError(
+            "DPA851",
+            f"input_ids holds {int(ids[row, column])} at row {row}, column {column}; {folder} has "
+            f"a vocabulary of {vocabulary} tokens.",
+            "Give the model that the batch was made with.",
+        )
+
+
 def _read(path: Path) -> dict[str, Any]:
     """The tensors of the last batch that an update can start from."""
     from dataproto_audit.dump.readers import read_batches
@@ -278,11 +309,28 @@ def _more(entry: dict[str, Any]) -> str:
     return ""
 
 
+def _of(entry: dict[str, Any], name: str) -> str:
+    """A difference and the bound that it was judged by."""
+    bound = entry["tolerance"].get(name)
+    return f"{entry[name]:.1e}" + ("" if bound is None else f" of {bound:.1e}")
+
+
 def _value_text(entry: dict[str, Any]) -> str:
     if "max_abs_value_diff" not in entry:
         return ""
-    gap, gradient = entry["max_abs_value_diff"], entry["max_abs_value_grad_diff"]
-    return f"  value {gap:.1e} (gradient {gradient:.1e})"
+    gap, gradient = (_of(entry, f"max_abs_value_{name}") for name in ("diff", "grad_diff"))
+    return f"  value {gap} (gradient {gradient})"
+
+
+def _layers_text(entry: dict[str, Any]) -> str:
+    """With ``--layers``, the layer that comes nearest to its bound."""
+    gaps = entry.get("layers") or ()
+    if not gaps:
+        return ""
+    worst = max(gaps, key=lambda gap: gap["max_abs_diff"] / gap["bound"])
+    return f"; {len(gaps)} layers, worst {worst['name']} {worst['max_abs_diff']:.1e} of " + (
+        f"{worst['bound']:.1e}"
+    )
 
 
 def _text(answer: dict[str, Any]) -> str:
@@ -296,12 +344,12 @@ def _text(answer: dict[str, Any]) -> str:
             verdict += f"; first in {entry['first_wrong']}" + _more(entry)
         row, column = entry["worst_logprob"]
         lines += [
-            f"{entry['name']}: {verdict}",
-            f"  log-prob {entry['max_abs_logprob_diff']:.1e} (row {row}, column {column})"
-            f"  entropy {entry['max_abs_entropy_diff']:.1e}  loss {entry['rel_loss_diff']:.1e} "
-            f"({entry['worst_term']})",
-            f"  gradient {entry['max_abs_grad_diff']:.1e} ({entry['worst_gradient']})"
-            f"  update {entry['rel_update_diff']:.1e}" + _value_text(entry),
+            f"{entry['name']}: {verdict}" + _layers_text(entry),
+            f"  log-prob {_of(entry, 'max_abs_logprob_diff')} (row {row}, column {column})"
+            f"  entropy {_of(entry, 'max_abs_entropy_diff')}"
+            f"  loss {_of(entry, 'rel_loss_diff')} ({entry['worst_term']})",
+            f"  gradient {_of(entry, 'max_abs_grad_diff')} ({entry['worst_gradient']})"
+            f"  update {_of(entry, 'rel_update_diff')}" + _value_text(entry),
             f"  peak {entry['peak_bytes'] / 2**20:.2f} MiB, sent "
             f"{entry['comm_bytes'] / 2**20:.2f} MiB a rank and step, start {entry['startup_s']:.1f}"
             f" s, step {entry['step_cpu_s']:.2f} CPU s",

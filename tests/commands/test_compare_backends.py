@@ -37,6 +37,7 @@ def model(tmp_path):
         (("--demo", "--layouts", "fsdp:2+ulysses=2"), "use_remove_padding"),
         (("--demo", "--layouts", "megatron:tp=3"), "heads"),
         (("--demo", "--layouts", "fsdp:3", "--rows", "2"), "cuts them into 3 parts"),
+        (("--demo", "--layouts", "fsdp:2+tokens=3", "--rows", "8"), "row cannot be split"),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_starts(call, monkeypatch, args, fragment):
@@ -50,6 +51,19 @@ def test_a_file_without_a_batch_to_score_is_refused(call, tmp_path, model):
     assert "no batch with responses" in said
 
 
+def test_a_model_of_another_vocabulary_or_without_weights_is_refused(call, tmp_path, model):
+    batch = demo_batch(vocab_size=13, rows=4)
+    tensors = dict(batch.batch.items())
+    tensors["input_ids"] = tensors["input_ids"].clone()
+    tensors["input_ids"][2, -1] = 99
+    torch.save(tensors, tmp_path / "batch.pt")
+    asked = (str(tmp_path / "batch.pt"), "--model", str(model), "--layouts", "fsdp:1")
+    said = call(*asked, check=2).stderr
+    assert "DPA851 input_ids holds 99 at row 2, column" in said
+    (model / "model.safetensors").unlink()
+    assert "DPA852" in call(*asked, check=2).stderr
+
+
 def test_a_layout_that_differs_sets_the_exit_code(call, monkeypatch):
     entry = {
         "name": "fsdp:2", "agree": False, "wrong": ["max_abs_grad_diff"], "worst_term": "total",
@@ -58,12 +72,14 @@ def test_a_layout_that_differs_sets_the_exit_code(call, monkeypatch):
         "rel_update_diff": 0.1, "peak_bytes": 2**20, "comm_bytes": 2**21, "startup_s": 1.0,
         "step_cpu_s": 0.5, "ranks": [{}], "first_wrong": "gradient model.norm.weight",
         "wrong_gradients": ["model.norm.weight", "lm_head.weight"], "gradient_factor": 0.125,
+        "tolerance": {"max_abs_grad_diff": 1e-6},
     }  # fmt: skip
     answer = {"rows": 4, "tokens": 40, "model": "tiny", "layouts": [entry]}
     monkeypatch.setattr(command, "_answer", lambda *_: answer)
     said = call("--demo", check=1).stdout
     assert "fsdp:2: DIFFERS: max_abs_grad_diff" in said
     assert "row 3, column 1" in said
+    assert "gradient 5.0e-01 of 1.0e-06 (model.norm.weight)" in said
     assert "; first in gradient model.norm.weight and 1 more, all 0.125 times" in said
     documents = len(output.printed)
     assert json.loads(call("--demo", "--json", check=1).stdout) == answer
@@ -72,14 +88,17 @@ def test_a_layout_that_differs_sets_the_exit_code(call, monkeypatch):
     answer["layouts"] = [failed, entry]
     assert "fsdp:2: COULD NOT RUN: DPA864 gone." in call("--demo", check=1).stdout
     answer["layouts"] = [entry]
-    gap = {"name": "model.layers.1", "max_abs_diff": 0.5, "worst": [2, 7], "rank": 1}
+    gap = {
+        "name": "model.layers.1", "max_abs_diff": 0.5, "worst": [2, 7], "rank": 1, "bound": 1e-3,
+    }  # fmt: skip
     entry |= {"first_wrong": "model.layers.1", "layers": [gap]}
     said = call("--demo", "--layers", check=1).stdout
     assert "; first in model.layers.1 (rank 1, row 2, column 7: 5.0e-01)" in said
     entry |= {"max_abs_value_diff": 1e-7, "max_abs_value_grad_diff": 2e-7}
     assert "value 1.0e-07 (gradient 2.0e-07)" in call("--demo", check=1).stdout
     entry |= {"agree": True, "first_wrong": None}
-    assert "fsdp:2: agrees" in call("--demo", check=0).stdout
+    said = call("--demo", check=0).stdout
+    assert "fsdp:2: agrees; 1 layers, worst model.layers.1 5.0e-01 of 1.0e-03" in said
 
 
 @pytest.mark.engine

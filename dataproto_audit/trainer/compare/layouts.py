@@ -123,7 +123,9 @@ class _Value:
     def one_of(self, *words: str) -> str:
         if self.text not in words:
             raise UsageError(
-                "DPA851", f"layout {self.layout!r}: {self.word!r}.", f"Choose {', '.join(words)}."
+                "DPA851",
+                f"layout {self.layout!r}: {self.word!r}.",
+                f"Choose {', '.join(word or 'no value' for word in words)}.",
             )
         return self.text
 
@@ -148,6 +150,8 @@ def _in(part: str, **changes: Callable[[_Value], Any]) -> _Set:
 
 
 def _bf16(layout: Layout, value: _Value) -> Layout:
+    if not _yes(value):
+        return layout
     fsdp = replace(layout.fsdp, param_dtype="bfloat16")
     model = layout.model
     if layout.strategy == "megatron":
@@ -163,8 +167,8 @@ def _number_of(value: _Value) -> int:
     return value.number
 
 
-def _yes(_: _Value) -> bool:
-    return True
+def _yes(value: _Value) -> bool:
+    return value.one_of("", "0", "1") != "0"
 
 
 SHARED: dict[str, _Set] = {

@@ -55,11 +55,20 @@ def test_a_pipeline_gets_a_number_of_micro_batches_that_it_takes():
         ("megatron:tp=0", "'tp=0' is no count"),
         ("megatron:distopt=2", "Choose 0, 1"),
         ("fsdp:2+wrap=all", "Choose root, layer"),
+        ("fsdp:2+packed=yes", "Choose no value, 0, 1"),
     ],
 )
 def test_what_is_no_layout_is_refused(text, fragment):
     with pytest.raises(UsageError, match=rf"DPA851 .*{fragment}"):
         parse(text)
+
+
+def test_a_switch_may_be_off():
+    [on, off, plain] = parse("megatron:tp=2+sp+fused=1,megatron:tp=2+sp=0+packed=0,megatron:tp=2")
+    assert on.megatron.sp
+    assert on.model.fused_kernels
+    assert not off.megatron.sp
+    assert off.model == plain.model
 
 
 def test_the_size_of_micro_batches_that_is_asked_for_counts_on_a_pipeline_too():
