@@ -18,7 +18,7 @@ from typing import Any
 
 from dataproto_audit.codes import UsageError
 from dataproto_audit.dump.retention import Retention
-from dataproto_audit.policy import read_yaml
+from dataproto_audit.policy import load_policy, read_yaml
 
 PREFIX = "DATAPROTO_AUDIT_"
 ON = ("1", "true", "on", "yes")
@@ -129,6 +129,8 @@ def _value(name: str, value: Any, place: str) -> Any:
         if word != "off":
             Retention.parse(word, key=place)
         return word
+    if name == "policy" and value:
+        load_policy(str(value))  # refused here, not where training runs
     if name == "stages":
         return tuple(_chosen(place, item, STAGES) for item in _items(value))
     if name == "ranks":

@@ -2,7 +2,8 @@
 
 A function is replaced on the object that its callers look it up on: a module, a class or one
 instance. ``undo`` restores what was there; where somebody has replaced ours in the meantime, theirs
-stays, and ours below it passes every call on.
+stays, and ours below it passes every call on. Of several attachments to one function each may end
+first: the last one that ends puts the original back.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+_PATCH = "_dataproto_audit_patch"
+"""Attribute of our functions that holds their patch."""
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 
@@ -41,6 +44,26 @@ class Around(Protocol):
 
 
 @dataclass
+class _Gate:
+    """``around`` until its patch is undone."""
+
+    around: Around
+    undone: bool = False
+
+    def on(self) -> bool:
+        return not self.undone and self.around.on()
+
+    def before(self, args: Args, kwargs: Kwargs) -> None:
+        self.around.before(args, kwargs)
+
+    def after(self, args: Args, kwargs: Kwargs, result: Any) -> Any:
+        return self.around.after(args, kwargs, result)
+
+    def raised(self, args: Args, kwargs: Kwargs, error: BaseException) -> None:
+        self.around.raised(args, kwargs, error)
+
+
+@dataclass
 class Patch:
     """One replaced attribute."""
 
@@ -50,15 +73,29 @@ class Patch:
     theirs: Any
     owned: bool
     """True where the attribute was the owner's own, not inherited."""
+    gate: _Gate
 
     def undo(self) -> None:
-        """Put the original back, unless somebody else has replaced ours."""
+        """Put the original back, unless somebody else has replaced ours.
+
+        Where ours lies over one of ours that was undone before, that one goes, too.
+        """
+        self.gate.undone = True
         if vars(self.owner).get(self.name) is not self.ours:
             return
-        if self.owned:
-            setattr(self.owner, self.name, self.theirs)
+        lowest = self
+        while (below := lowest.below()) is not None and below.gate.undone:
+            lowest = below
+        if lowest.owned:
+            setattr(self.owner, self.name, lowest.theirs)
         else:
             delattr(self.owner, self.name)
+
+    def below(self) -> Patch | None:
+        """The patch of ours that this one replaced, if it did."""
+        found = getattr(self.theirs, _PATCH, None) if self.owned else None
+        # A wrapper of somebody else's may have copied the attribute of the function it wraps.
+        return found if isinstance(found, Patch) and found.ours is self.theirs else None
 
 
 @dataclass
@@ -72,9 +109,10 @@ class Patches:
         original = getattr(owner, name, None)
         if not callable(original) or any(p.owner is owner and p.name == name for p in self.done):
             return False
-        own = vars(owner)
-        patch = Patch(owner, name, wrapped(original, around, may_be_awaited=may_be_awaited),
-                      own.get(name), name in own)  # fmt: skip
+        own, gate = vars(owner), _Gate(around)
+        patch = Patch(owner, name, wrapped(original, gate, may_be_awaited=may_be_awaited),
+                      own.get(name), name in own, gate)  # fmt: skip
+        setattr(patch.ours, _PATCH, patch)
         setattr(owner, name, patch.ours)
         self.done.append(patch)
         return True

@@ -123,3 +123,11 @@ def test_ranks_count_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_every_setting_is_known() -> None:
     assert len(KNOWN) == len(set(KNOWN)) >= 10
+
+
+def test_a_policy_that_cannot_be_read_is_refused_where_it_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"DPA851 .*nowhere\.yaml"):
+        options(environ={}, policy=str(tmp_path / "nowhere.yaml"))
+    good = tmp_path / "policy.yaml"
+    good.write_text("ignore: [DPA6]\n")
+    assert options(environ={f"{PREFIX}POLICY": str(good)}).policy == str(good)

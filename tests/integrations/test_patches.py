@@ -1,6 +1,7 @@
 """Wrapping and restoring, whoever owns the function and whoever wraps it after us."""
 
 import asyncio
+import functools
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -131,3 +132,46 @@ def test_functions_that_look_who_awaits_them(on: bool) -> None:
     assert own.f(2) == 4
     assert asyncio.run(caller()) == (6, 8)
     assert len(notes.told) == (6 if on else 0)
+
+
+@pytest.mark.parametrize(
+    "order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0), (0, 2, 1), (2, 0, 1)]
+)
+@pytest.mark.parametrize("of_class", [True, False])
+def test_several_may_end_in_any_order(order: tuple[int, ...], of_class: bool) -> None:
+    original, thing = Thing.double, Thing()
+    owner = Thing if of_class else thing
+    notes, patches = [Notes() for _ in order], [Patches() for _ in order]
+    for note, patch in zip(notes, patches, strict=True):
+        patch.wrap(owner, "double", note)
+    ended: set[int] = set()
+    for place in order:
+        assert thing.double(1) == 2
+        patches[place].undo()
+        ended.add(place)
+        before = [len(note.told) for note in notes]
+        assert thing.double(1) == 2
+        told = [len(note.told) > n for note, n in zip(notes, before, strict=True)]
+        assert told == [place not in ended for place in range(3)]
+    assert Thing.double is original
+    assert vars(thing) == {}
+
+
+def test_a_stranger_that_copied_our_mark_stays() -> None:
+    original, ours, others = Thing.double, Patches(), Patches()
+    ours.wrap(Thing, "double", Notes())
+    below = Thing.double
+
+    @functools.wraps(below)
+    def stranger(self: Thing, x: int) -> int:
+        return below(self, x) + 1
+
+    try:
+        Thing.double = stranger  # type: ignore[method-assign]
+        others.wrap(Thing, "double", Notes())
+        ours.undo()
+        others.undo()
+        assert Thing.double is stranger
+        assert Thing().double(1) == 3
+    finally:
+        Thing.double = original  # type: ignore[method-assign]
