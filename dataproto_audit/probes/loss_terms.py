@@ -84,7 +84,7 @@ def unreadable(told: Mapping[str, Any]) -> str:
     """Why the loss of an entry of ``losses`` is not computed as it tells; empty where it is."""
     mode, gates = told.get("loss_mode", "vanilla"), told.get("gate_temperatures")
     if mode not in LOSS_MODES:
-        return f"no policy loss is called {mode}"
+        return f"no recomputation of the loss {mode}"
     if told.get("split") not in (None, "rows"):
         return f"no loss is split by {told['split']}"
     if not isinstance(told.get("eps") or 0.0, (int, float)):

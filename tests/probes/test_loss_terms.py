@@ -88,7 +88,7 @@ def test_gates_that_are_no_two_positive_numbers(gates: Any) -> None:
 
 
 def test_a_loss_of_ones_own_is_not_read() -> None:
-    assert unreadable({"loss_mode": "mine"}) == "no policy loss is called mine"
+    assert unreadable({"loss_mode": "mine"}) == "no recomputation of the loss mine"
     assert unreadable({}) == unreadable({"loss_mode": "vanilla"}) == ""
 
 

@@ -54,7 +54,7 @@ def test_the_policy_loss_is_the_one_that_was_told(mode):
 def test_an_unknown_policy_loss_is_said():
     told = [{"loss_mode": "cispo", "total": 1.0}]
     [(name, _, _, _, missing)] = compared(tensors(), told)
-    assert (name, missing) == ("loss", "loss: no policy loss is called cispo")
+    assert (name, missing) == ("loss", "loss: no recomputation of the loss cispo")
 
 
 RANKS = [{"rank": 0, "rows": 4, "indices": [[2, 0], [3, 1]]}]

@@ -119,7 +119,7 @@ def test_of_an_unknown_policy_loss_only_what_does_not_depend_on_it_is_carried():
     before = fields(ref_log_prob=torch.zeros(4, 3))
     after = {name: tensor[:2] for name, tensor in before.items()}
     told = {"loss_mode": "cispo", **loss_terms(before, 0, on)}
-    assert unreadable(told) == "no policy loss is called cispo"
+    assert unreadable(told) == "no recomputation of the loss cispo"
     [cut] = cut_losses([told], before, after, on)
     want = loss_terms(after, 0, on)
     assert cut == {"loss_mode": "cispo", "entropy_loss": 0.0,
