@@ -258,8 +258,9 @@ def _made(folder: Path, rows: int) -> DataProto:
 
 
 def _refuse_no_weights(folder: Path) -> None:
-    patterns = ("*.safetensors", "pytorch_model*.bin")
-    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in patterns):
+    from dataproto_audit.trainer.models import holds_weights
+
+    if folder.is_dir() and not holds_weights(folder):
         raise UsageError(
             "DPA852", f"{folder} holds no weights (*.safetensors).", "Save the model there."
         )

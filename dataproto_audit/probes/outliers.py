@@ -19,6 +19,7 @@ from dataproto_audit.narrow import row_max
 from dataproto_audit.probes.context import Context, row_numbers
 from dataproto_audit.probes.logprobs import incomparable, noise_of
 from dataproto_audit.probes.registry import probe
+from dataproto_audit.probes.repairs import SHIFTS
 from dataproto_audit.probes.scan import TRAINED_TOKENS, masked_gap, per_row
 
 ROW_FACTOR = 20.0
@@ -31,7 +32,6 @@ SEEN = 0.03
 """Nats. bf16 autocast against float32 differed by at most 0.028 over 73 runs of a small model."""
 MOST_NATS = 20.0
 """Gaps are cut here before they are exponentiated."""
-SHIFTS = (1, -1, 2, -2)
 SHIFT_FACTOR = 5.0
 """A shift explains a row when the row is this many times as far off as the median one, and the
 shift brings it this many times nearer."""
@@ -69,36 +69,41 @@ def _standing_out(of_row: NDArray[np.float64]) -> tuple[Any, float]:
     return out, float(of_row[~out].max(initial=0.0))
 
 
-def _shifted(view: BatchView) -> tuple[int, NDArray[np.bool_], dict[str, str]]:
+def _shifted(
+    view: BatchView, gap: NDArray[np.float64]
+) -> tuple[int, NDArray[np.bool_], dict[str, str]]:
     """A shift of old log-probs by one or two columns that makes some rows agree as the others do:
-    how far, in which rows ``[B]``, and how well.
+    how far, in which rows ``[B]``, and how well. ``gap`` is :func:`_gap` of the two.
 
     Where most rows disagree, the whole batch is another check's; a row of few tokens tells nothing.
     Before and after are means over the same tokens, so that one odd token at an end counts neither
-    way.
+    way. Only rows whose whole gap could be that large are shifted: in good health, none.
     """
-    old, rollout = (view.numpy(name).astype(np.float64) for name in BOTH[:2])
+    old, rollout = (view.numpy(name) for name in BOTH[:2])
     mask = (view.numpy("response_mask") != 0) & np.isfinite(old) & np.isfinite(rollout)
-    usual = float(np.median(_mean(np.abs(old - rollout), mask)[mask.any(1)], axis=0))
-    best = np.zeros(len(old), bool), 0, 0.0, 0.0
+    size, total, trained = mask.sum(1), gap.sum(1), mask.any(1)
+    usual = float(np.median(total[trained] / size[trained]))
+    least = max(SEEN, SHIFT_FACTOR * usual)
+    best: tuple[Any, int, float, float] = (np.zeros(0, np.int64), 0, 0.0, 0.0)
     for by in SHIFTS:
         if abs(by) >= old.shape[1]:
             continue
-        moved, both = np.roll(old, by, 1), mask & np.roll(mask, by, 1)
+        both = mask & np.roll(mask, by, 1)
         both[:, slice(by) if by > 0 else slice(by, None)] = False  # came from the other end
-        before, after = (_mean(np.abs(side - rollout), both) for side in (old, moved))
-        rows = (both.sum(1) >= LEAST_SHIFTED) & (before > max(SEEN, SHIFT_FACTOR * usual))
-        rows &= after * SHIFT_FACTOR < before
-        if rows.sum() > best[0].sum() and 2 * rows.sum() < mask.any(1).sum():
-            best = rows, by, float(before[rows].mean()), float(after[rows].mean())
-    rows, by, before_, after_ = best
-    return by, rows, {f"shift by {by:+d}": f"mean gap {before_:.3g} -> {after_:.3g} nats"}
-
-
-def _mean(values: NDArray[np.float64], mask: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Mean over each row's cells in ``mask``; 0 without any."""
-    out: NDArray[np.float64] = np.where(mask, values, 0.0).sum(1) / np.maximum(mask.sum(1), 1)
-    return out
+        held = both.sum(1)
+        rows = np.flatnonzero((held >= LEAST_SHIFTED) & (total > least * held))
+        here, right = both[rows], rollout[rows].astype(np.float64)
+        before, after = (
+            np.where(here, np.abs(left - right), 0.0).sum(1) / held[rows]
+            for left in (old[rows], np.roll(old[rows], by, 1))
+        )
+        fits = (before > least) & (after * SHIFT_FACTOR < before)
+        if len(best[0]) < fits.sum() < trained.sum() / 2:
+            best = rows[fits], by, float(before[fits].mean()), float(after[fits].mean())
+    rows, by, off, left = best
+    shown = np.zeros(len(old), bool)
+    shown[rows] = True
+    return by, shown, {f"shift by {by:+d}": f"mean gap {off:.3g} -> {left:.3g} nats"}
 
 
 @probe("DPA310", stages=("old_log_prob",), needs=BOTH, stats=(GAP,), applies=incomparable)
@@ -118,7 +123,7 @@ def rows_alike(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Itera
     if largest <= SEEN:
         return
     gap = _gap(view, *BOTH[:2])
-    by, shifted, told = _shifted(view)
+    by, shifted, told = _shifted(view, gap)
     if by:
         yield ctx.fail(
             "old_log_probs",

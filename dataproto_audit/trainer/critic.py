@@ -17,6 +17,7 @@ from dataproto_audit.trainer.rate_keys import check_rates
 from dataproto_audit.trainer.schema import AlgorithmConfig
 from dataproto_audit.trainer.schema_critic import CriticConfig
 from dataproto_audit.trainer.schema_megatron import RoleMegatronConfig
+from dataproto_audit.trainer.sizes import check_limit, check_rows
 from dataproto_audit.trainer.workers.spec import CriticSpec, critic_spec, with_critic
 
 OF_GAE = ("gamma", "lam")
@@ -43,21 +44,12 @@ def check_critic(config: DictConfig, *, world_size: int) -> None:
         layout = _changed(config.critic.megatron, RoleMegatronConfig, "critic.megatron")
         _refuse_idle(layout, "the critic's engine is not megatron")
     check_rates(config.critic.optim, config.trainer, key="critic.optim")
-    _rows(config, made, chunks=_chunks(config, made, world_size=world_size))
-
-
-def check_limit(key: str, limit: int | None, data: DictConfig) -> None:
-    """Raise DPA851 without a token limit, DPA856 for one that a single row may exceed."""
-    longest = data.max_prompt_length + data.max_response_length
-    if limit is None:
-        raise UsageError("DPA851", f"{key} is not set.", "Dynamic micro-batches need a limit.")
-    if limit < longest:
-        raise UsageError(
-            "DPA856",
-            f"{key}={limit} is below the longest possible row of {longest} tokens "
-            f"(max_prompt_length + max_response_length).",
-            f"Set it to {longest} or more; a row cannot be split.",
-        )
+    chunks = _chunks(config, made, world_size=world_size)
+    check_rows(
+        "critic", config, mini=made.update.mini_batch_size // config.actor_rollout_ref.rollout.n,
+        micro=made.update.micro.rows, chunks=chunks,
+        ranks=f"the critic's {chunks} data-parallel ranks",
+    )  # fmt: skip
 
 
 def _token_limits(config: DictConfig) -> None:
@@ -81,33 +73,6 @@ def _chunks(config: DictConfig, made: CriticSpec, *, world_size: int) -> int:
     assert made.megatron is not None, "from a configuration"
     check_ranks(made.megatron, world_size=world_size, key="critic.megatron")
     return max(1, world_size // made.megatron.model_ranks)
-
-
-def _rows(config: DictConfig, made: CriticSpec, *, chunks: int) -> None:
-    prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
-    rows, key = made.update.mini_batch_size, "critic.ppo_mini_batch_size"
-    if (prompts * n) % rows:
-        raise UsageError(
-            "DPA854",
-            f"data.train_batch_size={prompts} prompts do not divide into mini-batches of "
-            f"{key}={rows // n}.",
-            f"Choose a divisor of {prompts}.",
-        )
-    if rows % chunks:
-        raise UsageError(
-            "DPA854",
-            f"a mini-batch of {rows // n} prompts x n={n} is {rows} rows, which do not divide over "
-            f"the critic's {chunks} data-parallel ranks.",
-            f"Change {key}, rollout.n or n_gpus_per_node.",
-        )
-    micro = made.update.micro.rows
-    if micro and (rows // chunks) % micro:
-        raise UsageError(
-            "DPA854",
-            f"{rows // chunks} rows of a mini-batch on each rank do not divide into "
-            f"micro-batches of critic.ppo_micro_batch_size_per_gpu={micro}.",
-            f"Choose a divisor of {rows // chunks}.",
-        )
 
 
 def _refuse_idle(given: list[str], because: str) -> None:

@@ -91,6 +91,11 @@ def open_model(path: Path) -> ModelFolder:
     return ModelFolder(path, config, load_tokenizer(path, config))
 
 
+def holds_weights(path: Path) -> bool:
+    """Whether a model folder has any file of weights."""
+    return any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin"))
+
+
 def _parts(path: Path) -> Iterator[tuple[str, bool]]:
     """Yield what a model folder needs and whether it is there, index shards one by one."""
     yield "config.json", (path / "config.json").is_file()
@@ -106,8 +111,7 @@ def _parts(path: Path) -> Iterator[tuple[str, bool]]:
         for shard in shards:
             yield str(shard), (path / str(shard)).is_file()
     else:
-        weights = any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin"))
-        yield "weights (*.safetensors)", weights
+        yield "weights (*.safetensors)", holds_weights(path)
     yield "a tokenizer (tokenizer.json)", any((path / name).is_file() for name in TOKENIZER_FILES)
 
 

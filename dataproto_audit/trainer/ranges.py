@@ -15,6 +15,7 @@ from omegaconf import DictConfig, ListConfig
 
 from dataproto_audit.auditor import LEVELS, ON_FAIL
 from dataproto_audit.codes import UsageError
+from dataproto_audit.trainer.algorithms.losses import AGGREGATION_MODES
 from dataproto_audit.trainer.backends.megatron.options import RECOMPUTE
 from dataproto_audit.trainer.rates import INCREASES, STYLES, WSD_STYLES
 from dataproto_audit.trainer.rates import KEY as OPTIM
@@ -31,12 +32,6 @@ MAY_BE_NULL = (
     "critic.megatron.recompute_granularity",
     "actor_rollout_ref.actor.megatron.recompute_granularity",
     "actor_rollout_ref.ref.megatron.recompute_granularity",
-)
-AGGREGATION_MODES = (
-    "token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
 )
 ENGINES = ("fsdp2", "megatron")
 CHOICES: dict[str, tuple[str, ...]] = {

@@ -12,10 +12,11 @@ from dataproto_audit.codes import UsageError
 from dataproto_audit.dump.retention import Retention
 from dataproto_audit.trainer.backends.megatron.layout import check_ranks
 from dataproto_audit.trainer.backends.megatron.options import options_from
-from dataproto_audit.trainer.critic import check_critic, check_limit
+from dataproto_audit.trainer.critic import check_critic
 from dataproto_audit.trainer.ranges import check_each
 from dataproto_audit.trainer.rate_keys import check_rates
 from dataproto_audit.trainer.rates import KEY as OPTIM
+from dataproto_audit.trainer.sizes import check_limit, check_rows
 
 GROUP_RELATIVE = ("grpo",)
 
@@ -137,37 +138,14 @@ def _fsdp(config: DictConfig) -> None:
 
 def _divisible(config: DictConfig) -> None:
     actor = config.actor_rollout_ref.actor
-    prompts, n, world = (
-        config.data.train_batch_size,
-        config.actor_rollout_ref.rollout.n,
-        data_parallel_size(config),
-    )
+    world = data_parallel_size(config)
     if actor.strategy == "megatron":
         check_ranks(options_from(actor.megatron), world_size=world_size(config))
-    mini = actor.ppo_mini_batch_size
-    if prompts % mini:
-        raise UsageError(
-            "DPA854",
-            f"data.train_batch_size={prompts} prompts do not divide into mini-batches of "
-            f"actor.ppo_mini_batch_size={mini}.",
-            f"Choose a divisor of {prompts}.",
-        )
-    if (mini * n) % world:
-        raise UsageError(
-            "DPA854",
-            f"a mini-batch of {mini} prompts x n={n} is {mini * n} rows, which do not divide over "
-            f"{world} ranks.",
-            "Change ppo_mini_batch_size, rollout.n or n_gpus_per_node.",
-        )
-    micro = actor.ppo_micro_batch_size_per_gpu
-    if micro and not actor.use_dynamic_bsz and (mini * n // world) % micro:
-        raise UsageError(
-            "DPA854",
-            f"{mini * n // world} rows of a mini-batch on each rank do not divide into "
-            f"micro-batches of actor.ppo_micro_batch_size_per_gpu={micro}.",
-            f"Choose a divisor of {mini * n // world}.",
-        )
-
+    micro = None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu
+    check_rows(
+        "actor", config, mini=actor.ppo_mini_batch_size, micro=micro, chunks=world,
+        ranks=f"{world} ranks",
+    )  # fmt: skip
     warmup = config.warmup
     if warmup.steps and warmup.batch_size % world:
         raise UsageError(

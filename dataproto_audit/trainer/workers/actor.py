@@ -120,7 +120,7 @@ class TrainWorker:
         f32[rows, response], ``entropys`` if asked for, and this rank's note.
         """
         started = time.process_time()
-        backend = self.actor if role == "actor" else self._frozen()
+        backend = self._engine(role)
         micros = [micro_batch(data.batch, rows, device=backend.device) for rows in micro_batches]
         outputs = backend.infer(
             micros,
@@ -258,10 +258,7 @@ class TrainWorker:
 
     def weights_checksum(self, role: str) -> dict[str, int]:
         """Checksums of this rank's pieces."""
-        backend = self.critic if role == "critic" else self.actor
-        if role == "ref" or backend is None:
-            backend = self._frozen()
-        return pieces.payload_checksums(self._payload(backend))
+        return pieces.payload_checksums(self._payload(self._engine(role)))
 
     def _payload(self, backend: Backend) -> pieces.ShardPayload:
         return pieces.pack(
@@ -326,6 +323,11 @@ class TrainWorker:
             torch.cuda.set_rng_state(tensors["rng/cuda"])
         self._version = int(tensors["version"])
         return self._version
+
+    def _engine(self, role: str) -> Backend:
+        if role == "actor":
+            return self.actor
+        return self._valuing() if role == "critic" else self._frozen()
 
     def _frozen(self) -> Backend:
         if self.reference is None:
