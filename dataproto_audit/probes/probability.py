@@ -16,9 +16,14 @@ import numpy as np
 
 from dataproto_audit.batch import BatchView, Block
 from dataproto_audit.codes import UsageError
-from dataproto_audit.probes.scan import Stat, scan
+from dataproto_audit.narrow import row_sum
+from dataproto_audit.probes.scan import Stat, scan, some
 
 FIELDS = ("old_log_probs", "rollout_log_probs")
+FEW = 1e-3
+"""Spread, relative to the squares, below which sums are taken in float64."""
+NONE = 1e-12
+"""Spread that is rounding in float64, too."""
 
 
 class ProbabilityGap(NamedTuple):
@@ -56,37 +61,58 @@ class ProbabilityGap(NamedTuple):
         """
         if self.tokens < 2:
             return math.nan
-        n, q = self.tokens, self.p - self.e
-        of_p, of_q = self.pp - self.p**2 / n, self.qq - q**2 / n
-        if not (of_p > 0 and of_q > 0):
+        if not min(self.spread_p, self.spread_q) > NONE:
             return math.nan
-        return (of_p + of_q - (self.ee - self.e**2 / n)) / (2 * math.sqrt(of_p * of_q))
+        of_p, of_q = self.pp * self.spread_p, self.qq * self.spread_q
+        of_e = self.ee - self.e**2 / self.tokens
+        return (of_p + of_q - of_e) / (2 * math.sqrt(of_p * of_q))
+
+    @property
+    def spread_p(self) -> float:
+        """The part of the squares of ``p`` that is not its mean's; NaN where they are zero."""
+        return 1 - self.p**2 / (self.tokens * self.pp) if self.pp else math.nan
+
+    @property
+    def spread_q(self) -> float:
+        """The same of ``q``."""
+        return 1 - (self.p - self.e) ** 2 / (self.tokens * self.qq) if self.qq else math.nan
 
 
-def _sums(p: Any, q: Any) -> tuple[list[float], float]:
-    """The sums of :class:`ProbabilityGap` in its order, and the largest ``|e|``; ``p`` is used."""
+def _sums(p: Any, q: Any) -> ProbabilityGap:
+    """Of two flat arrays; ``p`` is used up."""
     first = p.sum(), np.vdot(p, p), np.vdot(q, q)
     e = np.subtract(p, q, out=p)
     second = e.sum(), np.vdot(e, e)
     absolute = np.abs(e, out=p)
-    return list(map(float, (*first, *second, absolute.sum()))), float(absolute.max(initial=0.0))
+    largest, sums = float(absolute.max(initial=0.0)), (*first, *second, absolute.sum())
+    return ProbabilityGap(p.size, largest, *map(float, sums))
+
+
+def _trained(block: Block, *fields: str) -> list[Any]:
+    """Values of ``fields`` under the response mask, flat, as arrays of their own.
+
+    Where each row trains on its first tokens and on no others, whole rows are copied, which is
+    cheaper than picking cells.
+    """
+    mask = block.mask
+    if some(mask[:, 1:] > mask[:, :-1]):
+        return [block[name][mask] for name in fields]
+    lengths = row_sum(mask).tolist()
+    return [
+        np.concatenate([row[:length] for row, length in zip(block[name], lengths, strict=True)])
+        for name in fields
+    ]
 
 
 def probability_gap(left: str, right: str) -> Stat:
     """The :class:`ProbabilityGap` between the exponentials of two fields ``[B,R]``."""
 
     def compute(block: Block) -> ProbabilityGap:
-        mask = block.mask
-        tokens, weight = int(np.count_nonzero(mask)), None
-        p, q = np.exp(block[left]), np.exp(block[right])
-        if tokens < mask.size:
-            weight = mask.astype(p.dtype)
-            p *= weight
-            q *= weight
-        found = _sums(p, q)
-        if not np.isfinite(found[0]).all() and weight is not None:  # NaN times 0 is NaN
-            found = _sums(np.exp(block[left][mask]), np.exp(block[right][mask]))
-        return ProbabilityGap(tokens, found[1], *found[0])
+        values = _trained(block, left, right)
+        found = _sums(*map(np.exp, values))
+        if min(found.spread_p, found.spread_q) < FEW:  # what float32 sums leave of it is rounding
+            found = _sums(*(np.exp(value, dtype=np.float64) for value in values))
+        return found
 
     def merge(parts: Sequence[ProbabilityGap]) -> ProbabilityGap:
         tokens, largest, *sums = zip(*parts, strict=True)

@@ -13,11 +13,14 @@ from dataproto_audit.probes.scan import scan
 NAMES = ("max", "mean", "std")
 
 
-def batch(rows=30, columns=17, *, dtype=torch.float32, seed=0, noise=0.02):
+def batch(rows=30, columns=17, *, dtype=torch.float32, seed=0, noise=0.02, turns=False):
     random = torch.Generator().manual_seed(seed)
     old = -3 * torch.rand(rows, columns, generator=random)
     rollout = (old + noise * torch.randn(rows, columns, generator=random)).clamp(max=0)
     mask = torch.arange(columns) < torch.randint(1, columns + 1, (rows, 1), generator=random)
+    if turns:  # what a tool says is between the tokens that are trained on
+        mask[::3, 4:9] = False
+        mask[1] = torch.arange(columns) > 3
     fields = {"old_log_probs": old, "rollout_log_probs": rollout}
     return {
         "batch": {
@@ -38,9 +41,10 @@ def expected(fields):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("turns", [False, True])
 @pytest.mark.parametrize("noise", [1e-6, 0.02, 1.0])
-def test_numbers_are_those_of_the_definition(dtype, noise):
-    given = batch(dtype=dtype, noise=noise)
+def test_numbers_are_those_of_the_definition(dtype, noise, turns):
+    given = batch(dtype=dtype, noise=noise, turns=turns)
     found = debug_metrics(given)
     numbers, correlation = expected(given["batch"])
     assert [found[f"training/rollout_probs_diff_{n}"] for n in NAMES] == pytest.approx(
@@ -59,8 +63,9 @@ def test_blocks_merge_into_the_whole():
     assert parts[2:] == pytest.approx(whole[2:], rel=1e-5)
 
 
-def test_what_is_not_trained_does_not_count():
-    given = batch()
+@pytest.mark.parametrize("turns", [False, True])
+def test_what_is_not_trained_does_not_count(turns):
+    given = batch(turns=turns)
     clean = debug_metrics(given)
     off = given["batch"]["response_mask"] == 0
     given["batch"]["old_log_probs"][off] = math.nan
@@ -92,6 +97,18 @@ def test_constant_probabilities_have_no_correlation():
     found = debug_metrics(given)
     assert math.isnan(found["training/rollout_actor_probs_pearson_corr"])
     assert found["training/rollout_probs_diff_max"] == 0
+
+
+def test_the_correlation_of_a_policy_that_is_nearly_certain_is_not_rounding():
+    random = np.random.default_rng(0)
+    old = -1e-4 * random.random((64, 50))
+    rollout = np.minimum(old + 1e-5 * random.standard_normal((64, 50)), 0)
+    fields = {"old_log_probs": old.astype(np.float32), "rollout_log_probs": rollout.astype("f4")}
+    found = debug_metrics({"batch": {**fields, "response_mask": np.ones((64, 50), np.int64)}})
+    p, q = (np.exp(value.astype(np.float64)).ravel() for value in fields.values())
+    assert found["training/rollout_actor_probs_pearson_corr"] == pytest.approx(
+        np.corrcoef(p, q)[0, 1], abs=1e-6
+    )
 
 
 def test_missing_or_misshapen_fields_are_named():
