@@ -41,8 +41,8 @@ MARK = "kl in reward"
 def kl_in_reward(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
     """token_level_rewards [B,R] are the scores less a KL penalty on trained tokens.
 
-    At ``advantage``, for loops without a stage ``kl_reward``, tokens may have been rejected since:
-    what is off the mask is not judged there unless nothing is rejected. Said once a step.
+    At ``advantage``, and in a batch saved after it, tokens may have been rejected since: what is
+    off the mask is not judged there unless nothing is rejected. Said once a step.
     """
     if MARK in ctx.cache:
         ctx.skip("reported at the stage kl_reward")
@@ -57,7 +57,8 @@ def _judged(view: BatchView, ctx: Context) -> Iterable[Finding]:
     penalty, distance = scores - rewards, old - ref
     unit = torch.finfo(view.tensors["token_level_rewards"].dtype).eps
     slack = ROUNDINGS * unit * (np.abs(scores) + np.abs(rewards))
-    if ctx.stage == "kl_reward" or ctx.settings.rejection is False:
+    before = ctx.stage == "kl_reward" and "advantages" not in view.whole.tensors
+    if before or ctx.settings.rejection is False:
         yield from _off_mask(view, ctx, penalty, slack, mask)
     judged = mask & np.isfinite(distance) & np.isfinite(penalty)
     if not judged.any():
@@ -119,7 +120,7 @@ def _on_mask(
             return
         negative = negative or (name, abs(beta), kl if beta < 0 else -kl)
     if negative is not None:
-        yield _wrong_way(ctx, penalty, slack, judged, *negative)
+        yield from _wrong_way(ctx, penalty, slack, judged, *negative)
         return
     for name, kl in _estimates(distance):
         beta = _middle(kl[judged], penalty[judged])
@@ -127,6 +128,12 @@ def _on_mask(
         close = error <= slack + abs(beta) * step * (1.0 + np.abs(distance))
         if beta > 0 and close[judged].mean() >= MOST:
             bad = _listed(error, judged & ~close)
+            if not bad.any() and name.startswith("swapped"):
+                yield from _wrong_way(ctx, penalty, slack, judged, name, beta, -kl)
+                return
+            if not bad.any():
+                ctx.measure("audit/kl_in_reward_beta", beta)
+                return
             row, column = np.argwhere(bad)[0]
             yield ctx.fail(
                 "token_level_rewards",
@@ -143,11 +150,13 @@ def _on_mask(
 
 def _wrong_way(
     ctx: Context, penalty: Any, slack: Any, judged: Any, name: str, beta: float, kl: Any
-) -> Finding:
+) -> Iterable[Finding]:
     error = np.abs(penalty - beta * kl)
     bad = _listed(error, judged & (error > slack))
+    if not bad.any():
+        ctx.unknown("the penalty is within rounding")
     row, column = np.argwhere(bad)[0]
-    return ctx.fail(
+    yield ctx.fail(
         "token_level_rewards",
         cells=bad,
         expected=f"a penalty of {beta * kl[row, column]:.6g} at row {row}, column {column}",

@@ -14,9 +14,9 @@ import numpy as np
 from dataproto_audit.batch import BatchView
 from dataproto_audit.probes.context import row_numbers
 from dataproto_audit.probes.noise import Noise
+from dataproto_audit.probes.repairs import ONE_COLUMN
 from dataproto_audit.probes.trie import SharedCells, beyond_one, spreads
 
-SHIFTS = (1, -1)
 FEW = 0.25
 """Share of the rows that are few."""
 CONSTANT = 1e-6
@@ -93,7 +93,7 @@ def _shift(cells: SharedCells, values: Any, noise: Noise, bad: Any) -> int:
     A shift for which no bad cell has a source repairs nothing.
     """
     width = values.shape[1]
-    for by in SHIFTS:
+    for by in ONE_COLUMN:
         source = cells.column + by
         inside = (source >= 0) & (source < width)
         sees = (inside & bad[cells.row, cells.column]).any()

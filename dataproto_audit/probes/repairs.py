@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 
 from dataproto_audit.probes.noise import Noise
 
-SHIFTS = (1, -1, 2, -2)
+ONE_COLUMN = (1, -1)
+SHIFTS = (*ONE_COLUMN, 2, -2)
+"""Columns that values may have moved by; far more are too short of cells to tell."""
 MOST = 0.8
 """Share of the cells in question that a repair has to set right."""
 LEAST_CELLS = 2

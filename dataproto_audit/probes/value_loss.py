@@ -21,13 +21,21 @@ from dataproto_audit.probes.context import Context
 from dataproto_audit.probes.loss_terms import ABSOLUTE, RELATIVE
 from dataproto_audit.probes.noise import Noise, noise_between
 from dataproto_audit.probes.registry import probe
+from dataproto_audit.probes.repairs import ONE_COLUMN
 from dataproto_audit.probes.return_causes import row_order
-from dataproto_audit.reference.losses import AGGREGATION_MODES, count_normaliser
-from dataproto_audit.reference.values import value_loss
+from dataproto_audit.probes.value_terms import (
+    FIELDS,
+    HOW,
+    NUMBERS,
+    arguments_of,
+    how_of,
+    terms_of,
+    unreadable,
+)
+from dataproto_audit.reference.losses import AGGREGATION_MODES
 
 UPDATE = ("update_values", "value_mini_batch", "values", "response_mask")
-TOLD = ("vf_loss", "cliprange_value", "loss_agg_mode", "normaliser")
-SHIFTS = (1, -1)
+REPORTED = ("vf_loss", *HOW, "normaliser")
 
 
 @probe("DPA505", stages=("update_critic",), needs=(*UPDATE, "settings.trainer_dtype"))
@@ -82,7 +90,7 @@ def _explain(
 ) -> tuple[tuple[str, ...], dict[str, str]]:
     """Causes, the likely one first: stored values of another column, or of another row."""
     before = float(np.abs(old - new)[on].max())
-    for shift in SHIFTS:
+    for shift in ONE_COLUMN:
         moved, seen = np.roll(new, shift, 1), on & np.roll(on, shift, 1)
         seen[:, 0 if shift > 0 else -1] = False  # what the roll brought from the other end
         left = np.abs(old - moved)[seen]
@@ -109,15 +117,9 @@ def value_loss_recomputed(
     table = []
     for number, told, fields in _mini_batches(view, ctx):
         got, count = float(told["vf_loss"]), float(told["normaliser"])
-        how: dict[str, Any] = {
-            "clip": float(told["cliprange_value"]),
-            "loss_agg_mode": str(told["loss_agg_mode"]),
-        }
-        if how["loss_agg_mode"] not in AGGREGATION_MODES:
-            ctx.unknown(f"unknown aggregation {how['loss_agg_mode']}")
-        want = float(value_loss(**fields, **how))
+        how = how_of(told)
+        want, counted = terms_of(fields, how).values()
         table.append((number, "vf_loss", got, count, want))
-        counted = count_normaliser(fields["response_mask"], how["loss_agg_mode"])
         if counted and count != counted:
             wrong.append((number, "normaliser", count, counted, {}))
         elif not _close(got, want, fields):
@@ -139,19 +141,18 @@ def _mini_batches(
     view: BatchView, ctx: Context
 ) -> Iterator[tuple[int, Mapping[str, Any], dict[str, Any]]]:
     """Number, report, and what the loss is computed from, of each mini-batch that was recorded."""
-    numbers, seen = view.numpy("value_mini_batch"), False
-    names = {"values": "update_values", "old_values": "values", "returns": "returns",
-             "response_mask": "response_mask"}  # fmt: skip
+    numbers, seen = view.numpy(NUMBERS), False
+    whole = {n: torch.from_numpy(np.ascontiguousarray(view.numpy(n))) for n in FIELDS.values()}
     for number, told in enumerate(ctx.evidence["losses"]):
         rows = np.flatnonzero(numbers == number)
         if not len(rows):
             continue
-        lacking = [name for name in TOLD if told.get(name) is None]
-        if lacking:
-            ctx.unknown(f"not recorded: losses.{', losses.'.join(lacking)}")
+        lacking = [name for name in REPORTED if told.get(name) is None]
+        reason = f"not recorded: losses.{', losses.'.join(lacking)}" if lacking else ""
+        if reason or unreadable(told):
+            ctx.unknown(reason or unreadable(told))
         seen = True
-        fields = {k: torch.from_numpy(view.numpy(name)[rows]) for k, name in names.items()}
-        yield number, told, fields
+        yield number, told, arguments_of(whole, torch.from_numpy(rows))
     if not seen:
         ctx.unknown("no row of the reported mini-batches was recorded")
 
@@ -175,6 +176,6 @@ def _causes(name: str, got: float, given: dict[str, Any]) -> tuple[str, ...]:
         ("wrong_clip", {"clip": float("inf"), "loss_agg_mode": mode}),
         *(("wrong_normaliser", {"clip": clip, "loss_agg_mode": m}) for m in AGGREGATION_MODES),
     ):
-        if _close(got, float(value_loss(**fields, **how)), fields):
+        if _close(got, terms_of(fields, how)["vf_loss"], fields):
             return (cause, "loss_depends_on_split")
     return ("loss_depends_on_split", "wrong_normaliser", "wrong_clip")

@@ -44,6 +44,7 @@ SCENES: dict[str, Options] = {
     "rows_alike": Options(dtype="bfloat16", prompts=1, n=4, seed=9),
     "entropy_of_the_sampled": Options(prompts=16, response_width=12, truncated=0, one_token=0),
     "reference_stays": Options(step=4),
+    "ref_in_place": Options(step=30, response_width=16),
     "no_placeholder_values": Options(critic=True),
     "image_positions": Options(images=True),
     "token_types": Options(images=True),

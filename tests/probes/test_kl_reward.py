@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dataproto_audit import check
 from dataproto_audit.reference.kl import kl_estimate, rewards_with_kl
 from dataproto_audit.testing.healthy import Boundary, Options
 
@@ -223,3 +224,39 @@ def test_the_coefficient_is_measured() -> None:
     ran = audit(FAR, until=AFTER)
     ran.auditor.end_step()
     assert ran.auditor.history["audit/kl_in_reward_beta"][0] == pytest.approx(BETA, rel=1e-3)
+
+
+def finished(moved: float = 0.4, rows: int = 4, columns: int = 6) -> dict[str, Tensor]:
+    """A batch with advantages, and k3 taken off its rewards."""
+    random = torch.Generator().manual_seed(0)
+    old = -0.5 - 3 * torch.rand(rows, columns, generator=random)
+    ref = old + moved * torch.randn(rows, columns, generator=random)
+    scores = torch.zeros(rows, columns)
+    scores[::2, -1] = 1.0
+    one = torch.ones(rows, columns, dtype=torch.long)
+    return {
+        "responses": one, "response_mask": one.clone(), "token_level_scores": scores,
+        "old_log_probs": old, "ref_log_prob": ref, "advantages": torch.zeros(rows, columns),
+        FIELD: scores - 0.02 * kl_estimate(old, ref, "k3"),
+    }  # fmt: skip
+
+
+def test_in_a_saved_batch_the_mask_may_be_of_a_later_rejection() -> None:
+    fields = finished()
+    fields["response_mask"][0, 1:3] = 0
+    told = {"use_kl_in_reward": True}
+    assert "DPA417" not in {f.code for f in check({"batch": fields}, config=told).findings}
+    del fields["advantages"]  # nothing is rejected before
+    [finding] = [f for f in check({"batch": fields}, config=told).findings if f.code == "DPA417"]
+    assert finding.columns == {0: (2,)}  # the penalty of column 1 is below 1e-4
+
+
+@pytest.mark.parametrize("moved", [1e-7, 1e-5, 1e-3, 1e-2, 0.4])
+@pytest.mark.parametrize("beta", [1e-6, 1e-3, 0.2])
+def test_a_penalty_near_rounding_is_not_judged_wrong(moved: float, beta: float) -> None:
+    fields = finished(moved)
+    for kind in ("k1", "k3", "k2", "abs"):
+        kl = kl_estimate(fields["old_log_probs"], fields["ref_log_prob"], kind)
+        fields[FIELD] = fields["token_level_scores"] - beta * kl
+        report = check({"batch": fields}, config={"use_kl_in_reward": True})
+        assert not {"DPA417", "DPA901"} & {f.code for f in report.findings}, report
