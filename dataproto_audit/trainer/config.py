@@ -15,7 +15,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dataproto_audit.codes import UsageError
-from dataproto_audit.trainer.schema import Config
+from dataproto_audit.trainer.config_errors import refused
+from dataproto_audit.trainer.schema import Config, RewardFunctionConfig
+
+SCORER = "reward.custom_reward_function"
+ALIKE = 0.5
+"""How much the last parts of two keys have in common where one was meant by the other."""
 
 
 def ready_configs() -> list[str]:
@@ -30,6 +35,8 @@ def load_config(name_or_path: str, overrides: Sequence[str] = ()) -> DictConfig:
     """The configuration with overrides applied, typed and complete.
 
     Another ``data.generator`` starts without arguments: give its ``data.generator_args`` with it.
+    Another ``reward.custom_reward_function.path`` starts with the default name, as verl's does.
+    Another ``strategy`` starts without what the configuration says about the engine before it.
 
     Raises:
         UsageError: no such configuration (DPA851), unknown key with the nearest one (DPA850), a
@@ -40,29 +47,41 @@ def load_config(name_or_path: str, overrides: Sequence[str] = ()) -> DictConfig:
     merged = schema
     source = _read(name_or_path)
     _refuse_unknown(source, known, name_or_path)
-    # A generator comes before its arguments, in whatever order they are given.
+    # A generator comes before its arguments, in whatever order they are given; so does a file
+    # before the name of its function.
     parts = list(_dotlist(overrides, known))
-    parts.sort(key=lambda part: not _names_generator(part[0]))
+    parts.sort(key=lambda part: not (_names_generator(part[0]) or _names_scorer(part[0])))
     for part, origin in ((source, name_or_path), *parts):
         try:
             if part is not source and _names_generator(part):
                 merged.data.generator_args = {}  # they belong to the generator before
+            if part is not source and _names_scorer(part):
+                merged.reward.custom_reward_function.name = RewardFunctionConfig.name
             merged = OmegaConf.merge(merged, part)
         except OmegaConfBaseException as error:
-            raise _refused(error, origin) from error
+            raise refused(error, origin) from error
+    given = [part for part, _ in parts]
     for name in ("level", "trace"):
         if merged.audit[name] == "False":  # YAML reads a bare `off` as a boolean
             merged.audit[name] = "off"
     try:
         OmegaConf.resolve(merged)  # a value may refer to another key: ${data.seed}
     except OmegaConfBaseException as error:
-        raise _refused(error, name_or_path) from error
+        raise refused(error, name_or_path) from error
     missing = sorted(OmegaConf.missing_keys(merged))
     if missing:
         raise UsageError("DPA851", f"{name_or_path} does not set {', '.join(missing)}.", "Set it.")
     if not isinstance(merged, DictConfig):
         raise UsageError("DPA851", f"{name_or_path} is not a mapping.", "Write key: value pairs.")
+    if any(_ends_in(key, "strategy") for part in given for key in _keys(part)):
+        from dataproto_audit.trainer.idle import leave_engine  # imports torch
+
+        leave_engine(merged, source, given)
     return merged
+
+
+def _ends_in(key: str, name: str) -> bool:
+    return key.rpartition(".")[2] == name
 
 
 def _names_generator(part: DictConfig) -> bool:
@@ -70,10 +89,10 @@ def _names_generator(part: DictConfig) -> bool:
     return isinstance(data, DictConfig) and "generator" in data
 
 
-def _refused(error: OmegaConfBaseException, origin: str) -> UsageError:
-    key = getattr(error, "full_key", None) or origin
-    text = _line(getattr(error, "msg", None) or error)
-    return UsageError("DPA851", f"{origin}: {key}: {text}.", "Correct the value.")
+def _names_scorer(part: DictConfig) -> bool:
+    """Whether the file of the reward function is given, and not the function's name with it."""
+    function = OmegaConf.select(part, SCORER, throw_on_resolution_failure=False)
+    return isinstance(function, DictConfig) and "path" in function and "name" not in function
 
 
 def _line(error: object) -> str:
@@ -118,6 +137,12 @@ def _dotlist(overrides: Sequence[str], known: list[str]) -> Iterator[tuple[DictC
         key, equals, _ = override.partition("=")
         if not equals or not key:
             raise UsageError("DPA851", f"{override!r} is no override.", "Write key=value.")
+        if key[0] in "+~":  # Hydra's signs, in commands for verl
+            raise UsageError(
+                "DPA851",
+                f"{override!r} is no override: keys are changed, not added or taken away.",
+                f"Write {override.lstrip('+~')!r}, if there is such a key.",
+            )
         try:
             part = OmegaConf.from_dotlist([override])
         except Exception as error:  # YAML's errors and OmegaConf's, a RecursionError too
@@ -146,8 +171,16 @@ def _refuse_unknown(part: DictConfig, known: list[str], origin: str) -> None:
         if any(other.startswith(f"{key}.") for other in keys):
             continue  # what is below it is unknown too, and says more
         near = " or ".join(_nearest(key, known))
-        hint = f"Did you mean {near}?" if near else "See docs/configuration.md."
+        hint = f"Did you mean {near}?" if near else _keys_beside(key, known)
         raise UsageError("DPA850", f"unknown configuration key {key} in {origin}.", hint)
+
+
+def _keys_beside(key: str, known: Sequence[str]) -> str:
+    """What the section of ``key`` takes, if there is such a section."""
+    section = key.rpartition(".")[0]
+    beside = [k.rpartition(".")[2] for k in known if section and k.rpartition(".")[0] == section]
+    listed = f"{section} takes {', '.join(beside)}. " if beside else ""
+    return f"{listed}See docs/configuration.md."
 
 
 def _nearest(key: str, known: Sequence[str], most: int = 3) -> list[str]:
@@ -155,8 +188,10 @@ def _nearest(key: str, known: Sequence[str], most: int = 3) -> list[str]:
     ends = [k for k in known if k.endswith(f".{key}")]
     if ends:
         return ends[:most]
-    near = difflib.get_close_matches(key, known, 1, 0.5)
-    if near:
-        return near
+    own = key.rsplit(".", 1)[-1]
+    others = [k for k in known if not key.startswith(f"{k}.")]  # its section is no answer
+    for near in difflib.get_close_matches(key, others, 3, 0.5):
+        if difflib.SequenceMatcher(None, near.rsplit(".", 1)[-1], own).ratio() >= ALIKE:
+            return [near]
     last = {k.rsplit(".", 1)[-1]: k for k in known}
     return [last[k] for k in difflib.get_close_matches(key.rsplit(".", 1)[-1], last, 1)]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+
+import psutil
 
 
 def process_cpu_s(pid: int) -> float:
@@ -38,6 +40,23 @@ class CpuMeter:
     def spent_s(self) -> float:
         """CPU seconds since the start."""
         return self._now() - self._base
+
+    def total_s(self) -> float:
+        """CPU seconds of this process, all below it and the measured ones, since each began.
+
+        Start-up, Ray's daemons and processes that have ended and were waited for are included;
+        what shuts down after the call is not.
+        """
+        me = psutil.Process()
+        below = {child.pid: child for child in me.children(recursive=True)}
+        measured = [pid for pid in self._pids if pid != me.pid and pid not in below]
+        total = sum(map(process_cpu_s, measured))
+        for process in (me, *below.values()):
+            with suppress(psutil.Error):
+                spent = process.cpu_times()
+                total += spent.user + spent.system
+                total += spent.children_user + spent.children_system
+        return float(total)
 
     @contextmanager
     def auditing(self) -> Iterator[None]:

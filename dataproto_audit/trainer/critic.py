@@ -5,19 +5,15 @@ What Megatron alone refuses is in :mod:`.megatron`, which looks at all roles.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from omegaconf import DictConfig
 
-from omegaconf import DictConfig, OmegaConf
-
-from dataproto_audit.codes import UsageError
 from dataproto_audit.trainer.backends.megatron.layout import check_ranks
 from dataproto_audit.trainer.backends.megatron.options import options_from
+from dataproto_audit.trainer.idle import Changed, changed, refuse_idle
 from dataproto_audit.trainer.rate_keys import check_rates
 from dataproto_audit.trainer.schema import AlgorithmConfig
 from dataproto_audit.trainer.schema_critic import CriticConfig
-from dataproto_audit.trainer.schema_megatron import RoleMegatronConfig
-from dataproto_audit.trainer.sizes import check_limit, check_rows
+from dataproto_audit.trainer.sizes import check_limit, check_rows, refuse_limit
 from dataproto_audit.trainer.workers.spec import CriticSpec, critic_spec, with_critic
 
 OF_GAE = ("gamma", "lam")
@@ -29,20 +25,17 @@ def check_critic(config: DictConfig, *, world_size: int) -> None:
     """Raise UsageError for settings of critic and KL that do nothing (DPA851) or cannot work:
     rates (DPA851), sizes that do not divide (DPA854), token limits (DPA856)."""
     if not config.algorithm.use_kl_in_reward:
-        _refuse_idle(_algorithm(config, OF_KL), "algorithm.use_kl_in_reward is false")
+        refuse_idle(_algorithm(config, OF_KL), "algorithm.use_kl_in_reward is false")
     estimator = f"algorithm.adv_estimator is {config.algorithm.adv_estimator}"
     if not with_critic(config):
-        idle = [*_algorithm(config, OF_GAE), *_changed(config.critic, CriticConfig, "critic")]
+        idle = _algorithm(config, OF_GAE) | changed(config.critic, CriticConfig, "critic")
         if config.trainer.critic_warmup:
-            idle.append(f"trainer.critic_warmup={config.trainer.critic_warmup}")
-        _refuse_idle(idle, f"{estimator}, which has no critic")
+            idle["trainer.critic_warmup"] = config.trainer.critic_warmup
+        refuse_idle(idle, f"{estimator}, which has no critic")
         return
-    _refuse_idle(_algorithm(config, OF_GROUPS), f"{estimator}, which compares no groups")
+    refuse_idle(_algorithm(config, OF_GROUPS), f"{estimator}, which compares no groups")
     _token_limits(config)
     made = critic_spec(config, options_from(config.actor_rollout_ref.actor.megatron))
-    if (made.strategy or config.actor_rollout_ref.actor.strategy) != "megatron":
-        layout = _changed(config.critic.megatron, RoleMegatronConfig, "critic.megatron")
-        _refuse_idle(layout, "the critic's engine is not megatron")
     check_rates(config.critic.optim, config.trainer, key="critic.optim")
     chunks = _chunks(config, made, world_size=world_size)
     check_rows(
@@ -59,10 +52,8 @@ def _token_limits(config: DictConfig) -> None:
         check_limit("critic.ppo_max_token_len_per_gpu", limit, config.data)
         check_limit("critic.forward_max_token_len_per_gpu", forward or limit, config.data)
         return
-    limits = ("critic.ppo_max_token_len_per_gpu", "critic.forward_max_token_len_per_gpu")
-    changed = _changed(critic, CriticConfig, "critic")
-    idle = [text for text in changed if text.partition("=")[0] in limits]
-    _refuse_idle(idle, "critic.use_dynamic_bsz is false")
+    for name in ("ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu"):
+        refuse_limit(f"critic.{name}", critic[name], switch="critic.use_dynamic_bsz")
 
 
 def _chunks(config: DictConfig, made: CriticSpec, *, world_size: int) -> int:
@@ -75,29 +66,7 @@ def _chunks(config: DictConfig, made: CriticSpec, *, world_size: int) -> int:
     return max(1, world_size // made.megatron.model_ranks)
 
 
-def _refuse_idle(given: list[str], because: str) -> None:
-    if given:
-        raise UsageError(
-            "DPA851",
-            f"{because}, so {', '.join(given)} would do nothing.",
-            "Leave it as it comes, or choose what reads it.",
-        )
-
-
-def _algorithm(config: DictConfig, names: tuple[str, ...]) -> list[str]:
-    """Of ``names``, those that are not as they come, as ``key=value``."""
-    changed = _changed(config.algorithm, AlgorithmConfig, "algorithm")
-    return [text for text in changed if text.partition("=")[0].partition(".")[2] in names]
-
-
-def _changed(section: DictConfig, schema: type, key: str) -> list[str]:
-    def flat(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-        for name, value in node.items():
-            if isinstance(value, dict):
-                yield from flat(value, f"{prefix}.{name}")
-            else:
-                yield f"{prefix}.{name}", value
-
-    defaults = dict(flat(OmegaConf.to_container(OmegaConf.structured(schema)), key))
-    now = flat(OmegaConf.to_container(section), key)
-    return [f"{name}={value}" for name, value in now if value != defaults[name]]
+def _algorithm(config: DictConfig, names: tuple[str, ...]) -> Changed:
+    """Of ``names``, those that are not as they come."""
+    given = changed(config.algorithm, AlgorithmConfig, "algorithm")
+    return {key: value for key, value in given.items() if key.partition(".")[2] in names}

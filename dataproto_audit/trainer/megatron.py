@@ -24,6 +24,14 @@ from dataproto_audit.trainer.workers.spec import (
 )
 
 ROLES = "actor_rollout_ref"
+SHARED = {
+    "tp": layout.TP,
+    "pp": layout.PP,
+    "vpp": layout.VPP,
+    "cp": layout.CP,
+    "sp": "sequence_parallel",
+}
+"""What all Megatron roles must have alike, and its key."""
 
 
 def check_megatron(config: DictConfig, spec: WorkerSpec, model: Mapping[str, Any]) -> None:
@@ -100,18 +108,26 @@ def check_role(spec: WorkerSpec, role: str, *, rows: int | None = None) -> None:
 def _one_layout(spec: WorkerSpec, role: str, other: str) -> None:
     """megatron's groups are global to a process, and all roles live in it."""
     first, second = megatron_of(spec, role), megatron_of(spec, other)
-    if _sizes(first) != _sizes(second):
-        own, its = section_of(other), section_of(role)
+    own, its = section_of(other), section_of(role)
+    differ = [
+        f"{own}.megatron.{key} is {_shown(second, name)} and {its}.megatron.{key} "
+        f"{_shown(first, name)}"
+        for name, key in SHARED.items()
+        if getattr(first, name) != getattr(second, name)
+    ]
+    if differ:
         raise UsageError(
             "DPA851",
-            f"{own}.megatron differs from {its}.megatron: {second} and {first}. Both "
-            "roles live in one process, whose Megatron groups they share.",
+            f"{'; '.join(differ)}. Both roles live in one process, whose Megatron groups they "
+            "share.",
             f"Leave {own}.megatron empty, or set {own}.strategy=fsdp2.",
         )
 
 
-def _sizes(options: MegatronOptions) -> MegatronOptions:
-    return replace(options, recompute=None, distributed_optimizer=True)
+def _shown(options: MegatronOptions, name: str) -> str:
+    """A value as a configuration writes it."""
+    value = getattr(options, name)
+    return "null" if value is None else str(value).lower()
 
 
 def _reference_rows(config: DictConfig, spec: WorkerSpec) -> None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from dataproto_audit.codes import UsageError
 from dataproto_audit.trainer.tokenizer import Tokenizer, load_tokenizer, write_char_tokenizer
+from dataproto_audit.trainer.weight_files import INDEX, check_weights, shards_of
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 SAVE_REMEDY = "Save model and tokenizer there with save_pretrained, or leave model.path empty."
@@ -75,7 +76,8 @@ def prepare_model(model_config: Any, *, folder: Path) -> ModelFolder:
 
 
 def open_model(path: Path) -> ModelFolder:
-    """Check that ``path`` holds config, weights and tokenizer; UsageError DPA852 if it does not."""
+    """Check that ``path`` holds config, weights that fit it, and tokenizer; UsageError DPA852 if it
+    does not."""
     if not path.is_dir():
         raise UsageError("DPA852", f"{path}: no such model folder.", SAVE_REMEDY)
     missing = [name for name, there in _parts(path) if not there]
@@ -86,8 +88,7 @@ def open_model(path: Path) -> ModelFolder:
         config = json.loads(config_file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError("DPA852", f"{config_file}: not readable ({error}).", SAVE_REMEDY) from None
-    if not isinstance(config, dict) or not isinstance(config.get("vocab_size"), int):
-        raise UsageError("DPA852", f"{config_file}: no vocab_size in it.", SAVE_REMEDY)
+    check_weights(path, config)
     return ModelFolder(path, config, load_tokenizer(path, config))
 
 
@@ -97,21 +98,11 @@ def holds_weights(path: Path) -> bool:
 
 
 def _parts(path: Path) -> Iterator[tuple[str, bool]]:
-    """Yield what a model folder needs and whether it is there, index shards one by one."""
+    """Yield what a model folder needs and whether it is there; DPA852 for a bad index."""
     yield "config.json", (path / "config.json").is_file()
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            shards = sorted(
-                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            )
-        except (OSError, ValueError, KeyError, AttributeError, TypeError):
-            yield f"a readable {index.name}", False
-            return
-        for shard in shards:
-            yield str(shard), (path / str(shard)).is_file()
-    else:
-        yield "weights (*.safetensors)", holds_weights(path)
+    if (path / INDEX).is_file():
+        shards_of(path / INDEX)
+    yield "weights (*.safetensors)", holds_weights(path)
     yield "a tokenizer (tokenizer.json)", any((path / name).is_file() for name in TOKENIZER_FILES)
 
 

@@ -29,8 +29,10 @@ def build_parts(
     checkpoints: Path,
     rewards: list[float],
     meter: CpuMeter,
+    made_with: Mapping[str, Any],
 ) -> Parts:
-    """The loop's parts. ``rewards`` and what the data is are saved with each checkpoint.
+    """The loop's parts. ``rewards``, what the data is and ``made_with``, what the model is, are
+    saved with each checkpoint.
 
     At audit level ``full`` a weight sync carries checksums of both sides; ``meter`` is told what
     they cost in the ranks and in the engine.
@@ -72,7 +74,7 @@ def build_parts(
 
     def save(step: int) -> None:
         folder = checkpoints / f"step_{step:06d}"
-        extra = {"rewards": list(rewards), "data": prompts.identity()}
+        extra = {"rewards": list(rewards), "data": prompts.identity(), "model": made_with}
         workers.save_checkpoint(folder, step=step, extra=extra)
 
     return Parts(

@@ -6,18 +6,22 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from omegaconf import DictConfig
 
 from dataproto_audit.atomic import storage_error
 from dataproto_audit.policy import Policy, load_policy
 from dataproto_audit.trainer.backends.fsdp_limits import check_model
 from dataproto_audit.trainer.data import open_data
+from dataproto_audit.trainer.lineage import check_lineage, check_made, lineage
 from dataproto_audit.trainer.megatron import check_megatron
 from dataproto_audit.trainer.models import ModelFolder, prepare_model
 from dataproto_audit.trainer.prompts import PromptData
-from dataproto_audit.trainer.resume import MODEL, Place, find_place
+from dataproto_audit.trainer.resume import MODEL, Place, Resumed, find_place
 from dataproto_audit.trainer.rewards import Scorer, open_scorer
+from dataproto_audit.trainer.room import check_gpus, check_head_size, warnings_of
 from dataproto_audit.trainer.validate import validate
+from dataproto_audit.trainer.weight_files import check_weights
 from dataproto_audit.trainer.workers.spec import model_of, roles_of, strategy_of, worker_spec
 
 
@@ -38,6 +42,7 @@ class Prepared:
     place: Place
     policy: Policy
     inputs: Inputs
+    warnings: tuple[str, ...] = ()
 
 
 def prepare(config: DictConfig, scratch: Path) -> Prepared:
@@ -47,12 +52,25 @@ def prepare(config: DictConfig, scratch: Path) -> Prepared:
     own. Raises UsageError.
     """
     validate(config)
+    gpus = torch.cuda.device_count()
+    check_gpus(config, gpus=gpus)
     place = find_place(config)
     policy = load_policy(config.audit.policy)
-    inputs = _open(config, scratch / MODEL)
+    inputs = _open(config, scratch / MODEL, gpus=gpus)
     if place.checkpoint:
-        inputs.prompts.check_identity(place.checkpoint.extra["data"])
-    return Prepared(place, policy, inputs)
+        _check_fits(config, inputs, place.checkpoint)
+    return Prepared(place, policy, inputs, tuple(warnings_of(config, gpus=gpus)))
+
+
+def _check_fits(config: DictConfig, inputs: Inputs, checkpoint: Resumed) -> None:
+    """Model, optimizer and data are those that the checkpoint was written with."""
+    saved = checkpoint.extra.get("model")
+    if isinstance(saved, dict):
+        check_lineage(saved, lineage(config, inputs.model), where=checkpoint.path)
+    elif not config.actor_rollout_ref.model.path:  # written by an earlier version
+        kept = checkpoint.path.absolute().parent.parent / MODEL
+        check_made(kept, inputs.model.path, where=checkpoint.path)
+    inputs.prompts.check_identity(checkpoint.extra["data"])
 
 
 def settle_model(config: DictConfig, inputs: Inputs, run_dir: Path) -> None:
@@ -73,13 +91,16 @@ def settle_model(config: DictConfig, inputs: Inputs, run_dir: Path) -> None:
     inputs.model = replace(inputs.model, path=folder)
 
 
-def _open(config: DictConfig, model_dir: Path) -> Inputs:
+def _open(config: DictConfig, model_dir: Path, *, gpus: int) -> Inputs:
     model = prepare_model(config.actor_rollout_ref.model, folder=model_dir)
+    check_head_size(config, model.config, gpus=gpus)
     spec = worker_spec(config, model_path=str(model.path))
     for role in roles_of(spec):
         if strategy_of(spec, role) == "fsdp2":
             check_model(model_of(spec, role), spec.fsdp, model.config)
     check_megatron(config, spec, model.config)
+    if any(strategy_of(spec, role) == "megatron" for role in roles_of(spec)):
+        check_weights(model.path, model.config, exact=True)
     validates = config.trainer.test_freq > 0 or config.trainer.val_before_train
     return Inputs(
         model=model,

@@ -20,7 +20,13 @@ from dataproto_audit.dump.run_folder import (
     refuse_used,
     run_files,
 )
-from dataproto_audit.trainer.backends.checkpoint import latest, read_index, verify_files
+from dataproto_audit.trainer.backends.checkpoint import (
+    Passed,
+    latest,
+    read_index,
+    verify_files,
+)
+from dataproto_audit.trainer.room import check_place
 from dataproto_audit.trainer.workers.spec import with_critic
 
 CHECKPOINTS = "checkpoints"
@@ -30,11 +36,20 @@ RESTART = "Pass --overwrite to start it again, or choose another trainer.run_dir
 
 @dataclass(frozen=True)
 class Resumed:
-    """The checkpoint that a run goes on from; ``extra`` is what the driver kept in its index."""
+    """The checkpoint that a run goes on from; ``extra`` is what the driver kept in its index.
+
+    ``passed`` are newer ones that ``resume_mode=auto`` could not read.
+    """
 
     path: Path
     step: int
     extra: Mapping[str, Any]
+    passed: tuple[Passed, ...] = ()
+
+    def __str__(self) -> str:
+        """One line for the person who starts the run."""
+        line = f"going on after step {self.step}, from {self.path}"
+        return f"{line}; passed over {'; '.join(map(str, self.passed))}" if self.passed else line
 
 
 @dataclass(frozen=True)
@@ -56,25 +71,22 @@ def find_place(config: DictConfig) -> Place:
     """
     trainer = config.trainer
     wanted = trainer.run_dir
-    found = None
+    found: Path | None = None
+    passed: tuple[Passed, ...] = ()
     if trainer.resume_mode == "path":
-        given = Path(trainer.resume_from_path)
-        found = latest(given.parent, only=given)
-        run_dir = Path(wanted) if wanted else given.absolute().parent.parent
+        found = Path(trainer.resume_from_path)
+        run_dir = Path(wanted) if wanted else found.absolute().parent.parent
     else:
         run_dir = Path(wanted) if wanted else default_run_dir(trainer.experiment_name)
         if trainer.resume_mode == "auto":
-            found = _newest(run_dir, overwrite=trainer.overwrite)
-    if run_dir.exists() and not run_dir.is_dir():
-        raise UsageError(
-            "DPA801", f"{run_dir}: there is a file of that name.", "Choose another run_dir."
-        )
+            found, passed = _newest(run_dir, overwrite=trainer.overwrite)
+    check_place(run_dir)
     if found is None:
         existing: Existing = "overwrite" if trainer.overwrite else "refuse"
         _refuse_lone(config, run_dir)
         refuse_used(run_dir, existing)
         return Place(run_dir, existing)
-    checkpoint = _checked(config, *found)
+    checkpoint = _checked(config, found, passed)
     # Another run's folder is no place to go on in: its later steps would be dropped.
     own = run_dir.resolve() in checkpoint.path.resolve().parents
     existing = "resume" if own else "overwrite" if trainer.overwrite else "refuse"
@@ -82,16 +94,15 @@ def find_place(config: DictConfig) -> Place:
     return Place(run_dir, existing, checkpoint)
 
 
-def _newest(run_dir: Path, *, overwrite: bool) -> tuple[Path, int] | None:
-    found = latest(run_dir / CHECKPOINTS)
+def _newest(run_dir: Path, *, overwrite: bool) -> tuple[Path | None, tuple[Passed, ...]]:
+    found, passed = latest(run_dir / CHECKPOINTS)
     if found is not None or overwrite:
-        return found
-    folders = _checkpoint_folders(run_dir)
-    if folders:
+        return found, passed
+    if passed:
         raise UsageError(
             "DPA804",
-            f"{run_dir / CHECKPOINTS}: none of {', '.join(folders)} can be read, so there is "
-            "nothing to go on from. Nothing was changed.",
+            f"{run_dir / CHECKPOINTS}: no checkpoint can be read, so there is nothing to go on "
+            f"from ({'; '.join(map(str, passed))}). Nothing was changed.",
             RESTART,
         )
     if run_files(run_dir):
@@ -101,7 +112,7 @@ def _newest(run_dir: Path, *, overwrite: bool) -> tuple[Path, int] | None:
             "trainer.resume_mode=auto has nothing to go on from.",
             RESTART,
         )
-    return None
+    return None, ()
 
 
 def _refuse_lone(config: DictConfig, run_dir: Path) -> None:
@@ -123,8 +134,10 @@ def _checkpoint_folders(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / CHECKPOINTS).glob("*/"))
 
 
-def _checked(config: DictConfig, path: Path, step: int) -> Resumed:
+def _checked(config: DictConfig, path: Path, passed: tuple[Passed, ...]) -> Resumed:
     total = config.trainer.total_training_steps
+    index = read_index(path)
+    step = index.step
     if step >= total:
         raise UsageError(
             "DPA851",
@@ -132,7 +145,6 @@ def _checked(config: DictConfig, path: Path, step: int) -> Resumed:
             " nothing is left to train.",
             f"Set trainer.total_training_steps above {step}.",
         )
-    index = read_index(path)
     extra = index.extra
     if not isinstance(extra.get("data"), dict) or not isinstance(extra.get("rewards"), list):
         raise UsageError(
@@ -148,4 +160,4 @@ def _checked(config: DictConfig, path: Path, step: int) -> Resumed:
             "Go on with the estimator that wrote it, or start the run again.",
         )
     verify_files(path, index.files)
-    return Resumed(path, index.step, extra)
+    return Resumed(path, step, extra, passed)

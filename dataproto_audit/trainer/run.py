@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,9 +29,12 @@ from dataproto_audit.trainer.callbacks import Callbacks
 from dataproto_audit.trainer.cpu import CpuMeter
 from dataproto_audit.trainer.data import warmup_batch
 from dataproto_audit.trainer.evidence import SyncProbe, audit_settings
+from dataproto_audit.trainer.interrupts import Interrupts
+from dataproto_audit.trainer.lineage import lineage
 from dataproto_audit.trainer.loop import Loop, stages_of
 from dataproto_audit.trainer.parts import build_parts
 from dataproto_audit.trainer.preflight import Inputs, prepare, settle_model
+from dataproto_audit.trainer.remedies import real_remedies
 from dataproto_audit.trainer.resume import CHECKPOINTS, MODEL, Resumed
 from dataproto_audit.trainer.rollout.group import Rollout
 from dataproto_audit.trainer.validate import data_parallel_size, world_size
@@ -64,6 +65,7 @@ def run(config: DictConfig, *, callbacks: Callbacks | None = None) -> Result:
     callbacks = callbacks or Callbacks()
     began = time.monotonic()
     with ExitStack() as stack:
+        interrupts = stack.enter_context(Interrupts())
         with tempfile.TemporaryDirectory(prefix="dpa-") as scratch:
             prepared = prepare(config, Path(scratch))
             place, inputs = prepared.place, prepared.inputs
@@ -78,7 +80,11 @@ def run(config: DictConfig, *, callbacks: Callbacks | None = None) -> Result:
                 )
             )
             settle_model(config, inputs, folder.path)
+        saved = folder.path / CHECKPOINTS
+        stack.enter_context(real_remedies(saved, save_freq=int(config.trainer.save_freq)))
         progress = stack.enter_context(Progress())
+        for warning in prepared.warnings:
+            progress.message(f"warning: {warning}")
         settings = audit_settings(config, inputs.model.tokenizer, inputs.model.vocab_size)
         trace = _trace(config, folder.path, asdict(settings), checkpoint)
         if trace is not None:
@@ -92,7 +98,7 @@ def run(config: DictConfig, *, callbacks: Callbacks | None = None) -> Result:
             policy=prepared.policy,
         )
         stack.enter_context(cluster(**ray_options(config)))
-        stack.enter_context(_termination_interrupts())  # after Ray, which sets a handler of its own
+        interrupts.take()  # Ray has set a handler of its own
         workers, rollout = _start(config, inputs, stack, progress, checkpoint)
         if threading.current_thread() is threading.main_thread():
             hang.report_on_signal(workers.notes)
@@ -105,6 +111,7 @@ def run(config: DictConfig, *, callbacks: Callbacks | None = None) -> Result:
         meter.start([os.getpid(), *workers.pids, int((rollout.info or {})["pid"])])
         total, stages = int(config.trainer.total_training_steps), stages_of(config)
         progress.start(total, stages, first_step=loop.step + 1)
+        folder.begin()  # nothing of an earlier run is lost while this one may fail to start
         stopped_by: AuditError | None = None
         try:
             loop.fit()
@@ -171,9 +178,22 @@ def plan(config: DictConfig) -> dict[str, Any]:
         "stages": list(stages_of(config)),
         **({"critic": _critic_plan(config)} if with_critic(config) else {}),
         "steps": config.trainer.total_training_steps,
-        "resumes_after": prepared.place.checkpoint.step if prepared.place.checkpoint else None,
+        **_resume_plan(prepared.place.checkpoint),
+        "warnings": list(prepared.warnings),
         "audit": {"level": config.audit.level, "on_fail": config.audit.on_fail},
     }
+
+
+def _resume_plan(checkpoint: Resumed | None) -> dict[str, Any]:
+    """What a run goes on from, and newer checkpoints that cannot be read."""
+    if checkpoint is None:
+        return {"resumes_after": None}
+    plan: dict[str, Any] = {
+        "resumes_after": checkpoint.step,
+        "resumes_from": str(checkpoint.path),
+        "checkpoints_passed_over": [str(passed) for passed in checkpoint.passed],
+    }
+    return plan
 
 
 def _critic_plan(config: DictConfig) -> dict[str, Any]:
@@ -209,8 +229,10 @@ def _start(
     stack.callback(rollout.shutdown)
     workers = WorkerGroup(worker_spec(config, model_path=path), world_size=world_size(config))
     stack.callback(workers.shutdown)
+    ranks = world_size(config)
     progress.message(
-        f"starting {world_size(config)} ranks and {config.actor_rollout_ref.rollout.name}, "
+        f"starting {ranks} {'rank' if ranks == 1 else 'ranks'} and "
+        f"{config.actor_rollout_ref.rollout.name}, "
         "which takes about half a minute"
     )
     warmup = config.warmup
@@ -219,6 +241,8 @@ def _start(
         supervised = warmup_batch(
             data, inputs.model.tokenizer, steps=warmup.steps, batch_size=warmup.batch_size
         )
+    if checkpoint:
+        progress.message(str(checkpoint))
     workers.build()
     if supervised is not None:
         losses = workers.warmup(supervised, steps=warmup.steps, lr=warmup.lr)
@@ -253,6 +277,7 @@ def _loop(
         validation=inputs.validation,
         score=inputs.score,
         checkpoints=folder.path / CHECKPOINTS,
+        made_with=lineage(config, inputs.model),
         rewards=rewards,
         meter=meter,
     )
@@ -279,6 +304,7 @@ def _summary(
         "run_dir": str(folder.path),
         "steps": loop.step,
         "resumed_after": loop.step - loop.trained or None,
+        "reward_mean_over": min(MEAN_OVER, len(rewards)),
         "reward_first": sum(first) / len(first) if first else None,
         "reward_last": sum(last) / len(last) if last else None,
         "boundaries": auditor.boundaries,
@@ -288,6 +314,7 @@ def _summary(
         "audit_cpu_ms_per_step": 1e3 * audit_s / steps,
         "audit_cpu_s": {"checks_and_tables": auditor.cpu_s, "evidence": meter.audit_s},
         "cpu_ms_per_step": 1e3 * spent / steps,
+        "cpu_s": meter.total_s(),
         "samples_per_cpu_s": steps
         * config.data.train_batch_size
         * config.actor_rollout_ref.rollout.n
@@ -301,20 +328,3 @@ def _summary(
         "wall_s": wall_s,
         "tables": str(folder.path / "tables"),
     }
-
-
-@contextmanager
-def _termination_interrupts() -> Iterator[None]:
-    """SIGTERM ends the run as Ctrl-C does: everything is stopped and closed on the way out."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

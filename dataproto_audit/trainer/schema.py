@@ -67,7 +67,7 @@ class TinyModelConfig:
     num_key_value_heads: int = 2
     """Key and value heads, shared by groups of query heads."""
     head_dim: int = 32
-    """Width of a head; vLLM on CPU takes multiples of 32."""
+    """Width of a head; vLLM on CPU takes 32, 64, 80, 96, 112, 128 and some above."""
     max_position_embeddings: int = 1024
     """Longest row in tokens."""
     tie_word_embeddings: bool = False
@@ -153,7 +153,7 @@ class ActorConfig:
     kl_loss_type: str = "low_var_kl"
     """Estimator of that KL."""
     grad_clip: float = 1.0
-    """Largest gradient norm; 0 does not clip."""
+    """Largest gradient norm, under either engine (verl's Megatron has `optim.clip_grad`)."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)

@@ -38,7 +38,7 @@ class CriticConfig:
     loss_agg_mode: str | None = None
     """How token losses become one number; null takes the actor's."""
     grad_clip: float = 1.0
-    """Largest gradient norm."""
+    """Largest norm of the critic's gradient."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     megatron: RoleMegatronConfig = field(default_factory=RoleMegatronConfig)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from omegaconf import DictConfig
 
 from dataproto_audit.codes import UsageError
+from dataproto_audit.trainer.idle import refuse_idle
 
 
 def check_limit(key: str, limit: int | None, data: DictConfig) -> None:
@@ -21,6 +22,12 @@ def check_limit(key: str, limit: int | None, data: DictConfig) -> None:
         )
 
 
+def refuse_limit(key: str, limit: int | None, *, switch: str) -> None:
+    """Raise DPA851 for a token limit while ``switch``, which reads it, is off."""
+    if limit is not None:
+        refuse_idle({key: limit}, f"{switch} is false")
+
+
 def check_rows(
     role: str, config: DictConfig, *, mini: int, micro: int | None, chunks: int, ranks: str
 ) -> None:
@@ -34,7 +41,7 @@ def check_rows(
             "DPA854",
             f"data.train_batch_size={prompts} prompts do not divide into mini-batches of "
             f"{key}={mini}.",
-            f"Choose a divisor of {prompts}.",
+            f"Make data.train_batch_size a multiple of {mini}, or {key} a divisor of {prompts}.",
         )
     if rows % chunks:
         raise UsageError(
@@ -48,5 +55,6 @@ def check_rows(
             "DPA854",
             f"{rows // chunks} rows of a mini-batch on each rank do not divide into "
             f"micro-batches of {role}.ppo_micro_batch_size_per_gpu={micro}.",
-            f"Choose a divisor of {rows // chunks}.",
+            f"Make it a divisor of {rows // chunks}, or {key} * rollout.n / ranks a multiple of "
+            f"{micro}.",
         )

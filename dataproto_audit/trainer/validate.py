@@ -13,10 +13,11 @@ from dataproto_audit.dump.retention import Retention
 from dataproto_audit.trainer.backends.megatron.layout import check_ranks
 from dataproto_audit.trainer.backends.megatron.options import options_from
 from dataproto_audit.trainer.critic import check_critic
+from dataproto_audit.trainer.idle import check_engines
 from dataproto_audit.trainer.ranges import check_each
 from dataproto_audit.trainer.rate_keys import check_rates
 from dataproto_audit.trainer.rates import KEY as OPTIM
-from dataproto_audit.trainer.sizes import check_limit, check_rows
+from dataproto_audit.trainer.sizes import check_limit, check_rows, refuse_limit
 
 GROUP_RELATIVE = ("grpo",)
 
@@ -25,9 +26,12 @@ def validate(config: DictConfig) -> None:
     """Raise :class:`UsageError` for the first value that cannot work, naming keys and numbers.
 
     Nothing is opened and nothing started; what the data, the model and the run folder say comes
-    after (:func:`.preflight.prepare`).
+    after. There is one path: ``run`` and ``plan`` call :func:`.preflight.prepare`, which begins
+    here, so that callers from Python are checked too. The command ``train`` calls this by itself
+    once before, to answer a wrong value without the imports that a run needs.
     """
     check_each(config)
+    check_engines(config)
     if config.audit.trace != "off":
         Retention.parse(config.audit.trace, key="audit.trace")
     _one_machine(config)
@@ -157,16 +161,16 @@ def _divisible(config: DictConfig) -> None:
 
 def _token_limits(config: DictConfig) -> None:
     roles = config.actor_rollout_ref
-    for key, on, limit in (
-        ("actor.ppo_max_token_len_per_gpu", roles.actor.use_dynamic_bsz,
-         roles.actor.ppo_max_token_len_per_gpu),
-        ("rollout.log_prob_max_token_len_per_gpu", roles.rollout.log_prob_use_dynamic_bsz,
-         roles.rollout.log_prob_max_token_len_per_gpu),
-        ("ref.log_prob_max_token_len_per_gpu", roles.ref.log_prob_use_dynamic_bsz,
-         roles.ref.log_prob_max_token_len_per_gpu),
-    ):  # fmt: skip
-        if on:
+    for role, switch, name in (
+        ("actor", "use_dynamic_bsz", "ppo_max_token_len_per_gpu"),
+        ("rollout", "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu"),
+        ("ref", "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu"),
+    ):
+        key, limit = f"actor_rollout_ref.{role}.{name}", roles[role][name]
+        if roles[role][switch]:
             check_limit(key, limit, config.data)
+        else:
+            refuse_limit(key, limit, switch=f"actor_rollout_ref.{role}.{switch}")
 
 
 def _lengths(config: DictConfig) -> None:

@@ -1,6 +1,6 @@
 """Tiny models and ragged batches for tests of the trainer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,27 @@ from dataproto_audit.protocol import DataProto
 from dataproto_audit.trainer.models import TinyModel, write_tiny_model
 
 PROMPT, RESPONSE = 6, 5
+SCORER = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return sum(map(ord, solution_str)) % 7 / 6
+"""
+
+
+@pytest.fixture(scope="module")
+def ray_for_all() -> Iterator[None]:
+    """One Ray for the runs of a module."""
+    from dataproto_audit.trainer.workers.cluster import cluster
+
+    with cluster():
+        yield
+
+
+@pytest.fixture(scope="session")
+def scored_by_letters(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Overrides for rewards that a model without training gets, too, different within a group."""
+    file = tmp_path_factory.mktemp("scorer") / "scorer.py"
+    file.write_text(SCORER)
+    key = "reward.custom_reward_function"
+    return [f"{key}.path={file}", f"{key}.name=compute_score"]
 
 
 @pytest.fixture(scope="session")

@@ -48,7 +48,7 @@ TP, PP = f"{ACTOR}.megatron.tensor_model_parallel_size", f"{ACTOR}.megatron.pipe
     ("overrides", "code", "message"),
     [
         ((f"{TP}=3", "trainer.n_gpus_per_node=3"), "DPA854", f"{TP}: 4 attention heads"),
-        (("trainer.n_gpus_per_node=1",), "DPA854", f"{TP}: 2 x 1 x 1 ranks .* 1 ranks"),
+        (("trainer.n_gpus_per_node=1",), "DPA854", f"{TP}=2: the 2 ranks .* 1 ranks"),
         ((f"{PP}_parallel_size=4", "trainer.n_gpus_per_node=8"), "DPA854", "2 layers of the mod"),
         (
             (f"{PP}_parallel_size=2", f"{TP}=1", f"{ACTOR}.ppo_micro_batch_size_per_gpu=256"),
@@ -74,10 +74,24 @@ TP, PP = f"{ACTOR}.megatron.tensor_model_parallel_size", f"{ACTOR}.megatron.pipe
             "DPA851",
             r"use_remove_padding packs rows, .*context_parallel_size=2",
         ),
-        ((f"{REF}.megatron.tensor_model_parallel_size=1",), "DPA851", r"ref.megatron differs"),
+        (
+            (f"{REF}.megatron.tensor_model_parallel_size=1",),
+            "DPA851",
+            rf"{REF}.megatron.tensor_model_parallel_size is 1 and {TP} 2\. Both roles",
+        ),
+        (
+            (f"{REF}.megatron.sequence_parallel=true", f"{REF}.megatron.context_parallel_size=1"),
+            "DPA851",
+            rf"{REF}.megatron.sequence_parallel is true and {ACTOR}.megatron.sequence_parallel "
+            r"false\. Both",
+        ),
         ((f"{ACTOR}.megatron.recompute_granularity=some",), "DPA851", r"recompute_granularity"),
         ((f"{TP}=0",), "DPA851", r"tensor_model_parallel_size is 0"),
-        (("actor_rollout_ref.model.dtype=float16",), "DPA851", r"float16"),
+        (
+            ("actor_rollout_ref.model.dtype=float16",),
+            "DPA851",
+            rf"actor_rollout_ref.model.dtype is float16, and {ACTOR} runs on Megatron",
+        ),
         (
             (
                 f"{TP}=1",
@@ -128,3 +142,29 @@ def test_sizes_of_the_layout_are_part_of_a_checkpoint():
     assert two[SEATS] is True
     plain = checkpoint_layout(worker_spec(load_config("quickstart"), model_path=""))
     assert SEATS not in plain
+
+
+def test_the_layout_of_every_megatron_role_is_part_of_a_checkpoint():
+    """Ranks of another layout would else load each other's layers without a word."""
+
+    def layout_of(name, *overrides):
+        return checkpoint_layout(worker_spec(load_config(name, list(overrides)), model_path=""))
+
+    ref, kl = f"{REF}.megatron", "actor_rollout_ref.actor.use_kl_loss=true"
+    beside = (f"{REF}.strategy=megatron", kl)
+    one, two = (
+        layout_of("quickstart", *beside, f"{ref}.pipeline_model_parallel_size={size}")
+        for size in (1, 2)
+    )
+    assert (one["ref_megatron"]["pp"], two["ref_megatron"]["pp"]) == (1, 2)
+    assert one == layout_of("quickstart", *beside)
+    same = layout_of("megatron_quickstart", kl)
+    assert "ref_megatron" not in same
+    own = layout_of("megatron_quickstart", kl, f"{ref}.use_distributed_optimizer=false")
+    assert own["ref_megatron"]["distributed_optimizer"] is False
+    critics = [
+        layout_of("ppo_quickstart", "critic.strategy=megatron", *more)
+        for more in ((), ("critic.megatron.use_distributed_optimizer=false",))
+    ]
+    assert critics[0] != critics[1]
+    assert "critic_megatron" not in layout_of("ppo_quickstart")

@@ -8,9 +8,8 @@ import pytest
 import dataproto_audit as da
 from dataproto_audit.trainer.config import load_config
 from dataproto_audit.trainer.run import run
-from dataproto_audit.trainer.workers.cluster import cluster
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.usefixtures("ray_for_all")]
 
 SMALL = [
     "data.train_batch_size=8",
@@ -24,16 +23,6 @@ MIXED = {
     ("fsdp2", "megatron"): "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2",
     ("megatron", "fsdp2"): "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
 }
-SCORER = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return sum(map(ord, solution_str)) % 7 / 6
-"""
-"""Rewards that a model without any training gets, too, and that differ within a group."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_for_all():
-    with cluster():
-        yield
 
 
 @pytest.fixture
@@ -79,6 +68,22 @@ def test_four_megatron_ranks_with_vllm_end_well_and_go_on_in_another_layout(tmp_
     assert json.loads((folder / "summary.json").read_text())["world_size"] == 2
 
 
+def test_a_pipeline_with_vllm_ends_well(tmp_path, policy):
+    """The ready configuration with smaller batches: weights of both stages reach the engine."""
+    summary, opened = go(
+        "megatron_pp", tmp_path / "run", policy, "warmup.steps=20",
+        "trainer.total_training_steps=3", "audit.sync_probe_every=1",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+    )  # fmt: skip
+    assert (summary["backend"], summary["world_size"], summary["steps"]) == ("megatron", 2, 3)
+    assert summary["findings"] == {"fail": 0, "warn": 0, "info": 0}
+    assert summary["outcomes"]["failed"] == 0
+    for step in (1, 2, 3):  # the engine scored with the weights that the ranks have
+        assert metrics(opened, step)["training/rollout_log_probs_diff_max"] < 1e-4
+    ranks = opened.table("ranks")
+    assert set(ranks[ranks.stage == "update_actor"].bubble.round(6)) == {0.2}
+
+
 @pytest.mark.parametrize(("actor", "ref"), MIXED)
 def test_roles_on_two_engines_agree_at_step_1(tmp_path, policy, actor, ref):
     summary, opened = go(
@@ -96,18 +101,15 @@ def test_roles_on_two_engines_agree_at_step_1(tmp_path, policy, actor, ref):
     assert rows[rows.step == 2].old_ref_gap_max.max() > 1e-5, "the policy has moved"
 
 
-def test_metrics_of_the_first_step_equal_those_of_fsdp(tmp_path):
+def test_metrics_of_the_first_step_equal_those_of_fsdp(tmp_path, scored_by_letters):
     """One mini-batch: mini-batches are drawn per data-parallel rank, of which FSDP has more."""
-    scorer = tmp_path / "scorer.py"
-    scorer.write_text(SCORER)
     found = {}
     for name in ("quickstart", "megatron_quickstart"):
         _, opened = go(
             name, tmp_path / name, "warmup.steps=0", "trainer.total_training_steps=1",
             "actor_rollout_ref.rollout.name=hf", "trainer.seed=0", "data.seed=0",
             "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-            f"reward.custom_reward_function.path={scorer}",
-            "reward.custom_reward_function.name=compute_score",
+            *scored_by_letters,
         )  # fmt: skip
         found[name] = metrics(opened, 1)
     theirs, ours = found.values()

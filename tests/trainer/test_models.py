@@ -93,6 +93,26 @@ def test_what_is_missing_is_named(folder, gone, named):
     assert named in error.value.message
 
 
+def _rewrite(change):
+    def work(folder):
+        file = folder / "model.safetensors"
+        file.write_bytes(change(file.read_bytes()))
+
+    return work
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda data: b"", lambda data: b"garbage" * 9, lambda data: data[:-4], lambda data: data[:20]],
+)
+def test_weights_that_are_no_safetensors_file_are_refused(tmp_path, change):
+    folder = write_tiny_model(tmp_path / "model", TinyModel())
+    open_model(folder)
+    _rewrite(change)(folder)
+    with pytest.raises(UsageError, match=r"DPA852 .*model\.safetensors: no readable"):
+        open_model(folder)
+
+
 def test_a_missing_folder_is_an_error(tmp_path):
     with pytest.raises(UsageError, match=r"DPA852.*no such model folder"):
         open_model(tmp_path / "nowhere")

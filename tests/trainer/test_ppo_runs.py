@@ -11,9 +11,8 @@ from dataproto_audit.contracts.stages import STAGES
 from dataproto_audit.trainer.callbacks import Callbacks
 from dataproto_audit.trainer.config import load_config
 from dataproto_audit.trainer.run import run
-from dataproto_audit.trainer.workers.cluster import cluster
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("ray_for_all")]
 
 SMALL = [
     "data.train_batch_size=32",
@@ -29,32 +28,21 @@ LOOP = [
 ]  # fmt: skip
 ALL = ["trainer.critic_warmup=2", "algorithm.use_kl_in_reward=true", "algorithm.lam=0.95",
        "critic.ppo_epochs=2"]  # fmt: skip
-TP2 = ["actor_rollout_ref.actor.strategy=megatron",
-       "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"]  # fmt: skip
-
-
-SCORER = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return sum(map(ord, solution_str)) % 7 / 6
-"""
-"""Rewards that a model of twenty supervised steps gets, too."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_for_all():
-    with cluster():
-        yield
+LAYOUTS = {
+    "tp": ("tensor_model_parallel_size=2",),
+    # Four layers, of which each of the two stages holds two chunks of one.
+    "vpp": ("pipeline_model_parallel_size=2", "virtual_pipeline_model_parallel_size=2"),
+    "cp": ("context_parallel_size=2",),
+}
 
 
 @pytest.fixture(scope="module")
-def go(tmp_path_factory):
+def go(scored_by_letters, ray_for_all):
     """``go(folder, ...)``: a run and its opened folder."""
-    scorer = tmp_path_factory.mktemp("scorer") / "scorer.py"
-    scorer.write_text(SCORER)
-    reward = "reward.custom_reward_function"
-    given = [*SMALL, f"{reward}.path={scorer}", f"{reward}.name=compute_score"]
 
     def start(folder, *overrides, callbacks=None):
-        config = load_config("ppo_quickstart", [*given, *overrides, f"trainer.run_dir={folder}"])
+        given = [*SMALL, *scored_by_letters, *overrides, f"trainer.run_dir={folder}"]
+        config = load_config("ppo_quickstart", given)
         return run(config, callbacks=callbacks), da.open_run(folder)
 
     return start
@@ -193,9 +181,15 @@ def test_a_fault_in_the_critic_s_half_stops_the_run_at_its_stage(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("critic", ["megatron", "fsdp2"])
-def test_megatron_and_mixed_roles_end_without_any_finding_and_go_on(go, tmp_path, critic):
-    layout = [*TP2, f"critic.strategy={critic}", "trainer.save_freq=1"]
+@pytest.mark.parametrize(
+    ("sizes", "critic"),
+    [("tp", "megatron"), ("tp", "fsdp2"), ("vpp", "megatron"), ("cp", "megatron")],
+)
+def test_megatron_and_mixed_roles_end_without_any_finding_and_go_on(go, tmp_path, sizes, critic):
+    actor = "actor_rollout_ref.actor"
+    layers = "actor_rollout_ref.model.tiny.num_hidden_layers=4"
+    layout = [f"{actor}.strategy=megatron", f"critic.strategy={critic}", "trainer.save_freq=1",
+              *(f"{actor}.megatron.{size}" for size in LAYOUTS[sizes]), layers]  # fmt: skip
     result, opened = go(tmp_path / "run", *layout, *ALL, "trainer.total_training_steps=2")
     assert result.summary["findings"] == {"fail": 0, "warn": 0, "info": 0}
     assert (result.summary["backend"], result.summary["steps"]) == ("megatron", 2)
@@ -204,7 +198,7 @@ def test_megatron_and_mixed_roles_end_without_any_finding_and_go_on(go, tmp_path
     at = f"trainer.resume_from_path={tmp_path / 'run' / 'checkpoints' / 'step_000001'}"
     resumed = [*ALL, at, "trainer.resume_mode=path", "trainer.total_training_steps=2"]
     _, again = go(tmp_path / "again", *layout, *resumed)
-    _, other = go(tmp_path / "other", *resumed, "trainer.n_gpus_per_node=1")
+    _, other = go(tmp_path / "other", *resumed, "trainer.n_gpus_per_node=1", layers)
     for metric in ("critic/vf_loss", "critic/values/mean", "critic/score/mean"):
         value = opened.metric(metric)[2]
         assert again.metric(metric)[2] == value, metric

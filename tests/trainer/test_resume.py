@@ -1,15 +1,20 @@
 """Where a run writes and what it goes on from: nothing of a run is ever deleted unasked."""
 
 import json
+import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
-from dataproto_audit.codes import UsageError
+from dataproto_audit.codes import RunError, UsageError
 from dataproto_audit.dump.layout import ENVIRONMENT, SUMMARY
+from dataproto_audit.dump.run_folder import RunFolder
+from dataproto_audit.trainer import run as whole_run
 from dataproto_audit.trainer.backends import checkpoint
 from dataproto_audit.trainer.config import load_config
+from dataproto_audit.trainer.preflight import prepare
 from dataproto_audit.trainer.resume import find_place
 
 
@@ -69,6 +74,56 @@ def test_auto_starts_where_there_is_nothing(tmp_path):
 def test_auto_passes_over_a_checkpoint_that_was_not_finished(ended):
     (ended / "checkpoints" / "step_000003" / checkpoint.INDEX).unlink()
     assert find_place(configured(ended)).checkpoint.step == 2
+
+
+def _cut(index):
+    index.write_bytes(index.read_bytes()[:40])
+
+
+def _empty(index):
+    index.write_bytes(b"")
+
+
+def _flip(index):
+    index.write_bytes(index.read_bytes().replace(b"0.5", b"0.7", 1))
+
+
+def _other_step(index):
+    raw = json.loads(index.read_bytes())
+    del raw["crc32"]  # as of an earlier version
+    index.write_text(json.dumps({**raw, "step": 7}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (_cut, "damaged"), (_empty, "damaged"), (_flip, "not the file that was written"),
+        (_other_step, "says step 7"), (Path.unlink, "missing"),
+    ],
+)  # fmt: skip
+def test_a_newer_checkpoint_that_is_passed_over_is_named_with_the_reason(ended, damage, why):
+    damage(ended / "checkpoints" / "step_000003" / checkpoint.INDEX)
+    found = find_place(configured(ended)).checkpoint
+    assert found.step == 2
+    [passed] = found.passed
+    assert (passed.path.name, why in passed.why) == ("step_000003", True), passed
+    assert "after step 2" in str(found)
+    assert "passed over step_000003" in str(found)
+
+
+def test_an_older_damaged_checkpoint_is_no_news(ended):
+    _cut(ended / "checkpoints" / "step_000001" / checkpoint.INDEX)
+    found = find_place(configured(ended)).checkpoint
+    assert (found.step, found.passed) == (3, ())
+    assert "passed" not in str(found)
+
+
+def test_a_checkpoint_in_a_folder_of_another_name_is_gone_on_from(ended):
+    own = ended / "checkpoints" / "step_000003"
+    kept = own.rename(own.with_name("best"))
+    config = configured(ended, f"trainer.resume_from_path={kept}", mode="path")
+    assert find_place(config).checkpoint.step == 3
+    assert find_place(configured(ended)).checkpoint.path == kept
 
 
 def test_auto_refuses_where_no_index_can_be_read(ended):
@@ -153,3 +208,25 @@ def test_a_file_in_the_way_is_named(tmp_path):
     file = tmp_path / "run"
     file.write_text(json.dumps({}))
     refused(configured(file, mode="disable"), "DPA801", "a file of that name")
+
+
+def test_a_resumed_run_that_fails_to_start_keeps_the_summary_of_the_one_before(
+    tmp_path, monkeypatch
+):
+    folder, other = tmp_path / "run", f"trainer.run_dir={tmp_path / 'other'}"
+    with tempfile.TemporaryDirectory() as scratch:
+        opened = prepare(load_config("quickstart", [other]), Path(scratch)).inputs
+    extra = {"data": opened.prompts.identity(), "rewards": [0.5] * 3}
+    with RunFolder.create(folder, config="") as earlier:
+        earlier.finish({"steps": 3})
+    write_checkpoint(folder / "checkpoints" / "step_000003", step=3, extra=extra)
+
+    def broken(*_):
+        raise RunError("DPA863", "a rank did not start.", "Try again.")
+
+    monkeypatch.setattr(whole_run, "cluster", lambda **_: nullcontext())
+    monkeypatch.setattr(whole_run, "_start", broken)
+    with pytest.raises(RunError, match="DPA863"):
+        whole_run.run(configured(folder))
+    assert json.loads((folder / SUMMARY).read_text()) == {"steps": 3}
+    assert not list(folder.glob(".lock*"))

@@ -20,9 +20,8 @@ from dataproto_audit.testing.faults import FAULTS
 from dataproto_audit.trainer.callbacks import Callbacks
 from dataproto_audit.trainer.config import load_config
 from dataproto_audit.trainer.run import run
-from dataproto_audit.trainer.workers.cluster import cluster
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("ray_for_all")]
 
 SMALL = [
     "data.train_batch_size=8",
@@ -38,12 +37,6 @@ LOOP = [
     "prompts", "rollout", "union", "balance", "reward", "old_log_prob", "ref_log_prob",
     "advantage", "update_actor", "sync_weights",
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_for_all():
-    with cluster():
-        yield
 
 
 def configured(run_dir, overrides):

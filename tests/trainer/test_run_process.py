@@ -20,9 +20,24 @@ TRAIN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def _twice(pid, number):
+    """What ``timeout`` does: its child first, then the group."""
+    os.kill(pid, number)
+    os.killpg(pid, number)
+
+
+@pytest.mark.parametrize(
+    ("send", "number"),
+    [
+        (os.kill, signal.SIGINT),
+        (os.kill, signal.SIGTERM),
+        (os.killpg, signal.SIGTERM),
+        (_twice, signal.SIGTERM),
+        (_twice, signal.SIGINT),
+    ],
+)
 def test_an_interrupted_run_stops_everything_and_keeps_its_tables(
-    tmp_path, number, no_leftover_processes
+    tmp_path, send, number, no_leftover_processes
 ):
     folder = tmp_path / "run"
     command = [*TRAIN, "trainer.total_training_steps=10000", f"trainer.run_dir={folder}"]
@@ -34,11 +49,14 @@ def test_an_interrupted_run_stops_everything_and_keeps_its_tables(
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline
             time.sleep(0.5)
-        os.kill(process.pid, number)
+        shown = len(log.read_text())
+        send(process.pid, number)
         code = process.wait(timeout=60)
     text = log.read_text()
     assert code == 130, text
-    assert "interrupted" in text
+    said = [line for line in text[shown:].splitlines() if not line.startswith("step ")]
+    assert said == ["interrupted"]
+    assert not (folder / ".lock").exists()
     assert "Traceback" not in text
     opened = da.open_run(folder)
     assert opened.last_step >= 1

@@ -9,6 +9,7 @@ nothing.
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,6 +26,8 @@ from dataproto_audit.codes import UsageError
 
 SCHEMA = 1
 INDEX = "checkpoint.json"
+NAMED = re.compile(r"step_(\d{6,})")
+"""Names that the trainer gives to folders of checkpoints."""
 STRATEGIES = ("fsdp", "fsdp2", "megatron")
 SEATS = "seats"
 """Key of a layout with Megatron ranks: their files say where each one sat."""
@@ -88,8 +91,15 @@ def write_index(
         "files": [asdict(file) for file in files],
         "extra": dict(extra),
     }
+    index["crc32"] = _crc_of(index)
     atomic_write_bytes(folder / INDEX, json.dumps(index, indent=1).encode())
     return folder / INDEX
+
+
+def _crc_of(index: Mapping[str, Any]) -> int:
+    """CRC of an index but for its own entry, over the values: layout of the text is free."""
+    rest = {key: value for key, value in index.items() if key != "crc32"}
+    return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
 @dataclass(frozen=True)
@@ -109,14 +119,7 @@ class Index:
 def read_index(folder: Path) -> Index:
     """The index of ``folder``; raises DPA804 if the checkpoint is incomplete, of a layout that
     nothing is known of, or of Megatron ranks whose files do not say where they sat."""
-    try:
-        raw = json.loads((folder / INDEX).read_bytes())
-    except FileNotFoundError as error:
-        raise _unreadable(folder, f"{INDEX} is missing, so it was not finished") from error
-    except (OSError, ValueError) as error:
-        raise _unreadable(folder, f"{INDEX}: {error}") from error
-    if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
-        raise _unreadable(folder, f"{INDEX} is of another version")
+    raw = _raw_index(folder)
     try:
         files = tuple(RankFile(**entry) for entry in raw["files"])
         index = Index(int(raw["step"]), dict(raw["layout"]), files, dict(raw["extra"]))
@@ -139,6 +142,27 @@ def read_index(folder: Path) -> Index:
     return index
 
 
+def _raw_index(folder: Path) -> dict[str, Any]:
+    """The index as it was written; DPA804 for one that is missing, damaged, or in a folder whose
+    name says another step."""
+    try:
+        raw = json.loads((folder / INDEX).read_bytes())
+    except FileNotFoundError as error:
+        raise _unreadable(folder, f"{INDEX} is missing, so it was not finished") from error
+    except OSError as error:
+        raise _unreadable(folder, f"{INDEX}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(folder, f"{INDEX} is damaged ({error})") from error
+    if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
+        raise _unreadable(folder, f"{INDEX} is of another version, or damaged")
+    if "crc32" in raw and raw["crc32"] != _crc_of(raw):
+        raise _unreadable(folder, f"{INDEX} is not the file that was written")
+    step, named = raw.get("step"), NAMED.fullmatch(folder.name)
+    if not isinstance(step, int) or (named and int(named[1]) != step):
+        raise _unreadable(folder, f"{INDEX} says step {step}")
+    return raw
+
+
 def verify_files(folder: Path, files: Sequence[RankFile]) -> None:
     """Read every rank's file once; raises DPA804 for one that is not what the index says."""
     for file in files:
@@ -159,21 +183,37 @@ def _unreadable(folder: Path, why: str) -> UsageError:
     )
 
 
-def latest(folder: Path, *, only: Path | None = None) -> tuple[Path, int] | None:
-    """The newest complete checkpoint among the subfolders of ``folder``, and its step.
+@dataclass(frozen=True)
+class Passed:
+    """A folder that was passed over because its index cannot be read, and why."""
 
-    ``only`` names one that must be there and complete: DPA804 otherwise.
+    path: Path
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.path.name}: {self.why}"
+
+
+def latest(folder: Path) -> tuple[Path | None, tuple[Passed, ...]]:
+    """The newest complete checkpoint among the subfolders of ``folder``, None where there is none,
+    and the folders without a readable index that would come after it.
+
+    Only indexes are read here; whether the ranks' files are whole is :func:`verify_files`.
     """
     found: list[tuple[int, Path]] = []
-    candidates = [only] if only is not None else sorted(folder.glob("*/"))
-    for candidate in candidates:
+    passed: list[Passed] = []
+    for candidate in sorted(folder.glob("*/")):
         try:
-            found.append((int(json.loads((candidate / INDEX).read_bytes())["step"]), candidate))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            if only is not None:
-                why = f"{INDEX} cannot be read ({type(error).__name__})"
-                raise _unreadable(candidate, why) from error
-    if not found:
-        return None
-    step, path = max(found)
-    return path, step
+            found.append((int(_raw_index(candidate)["step"]), candidate))
+        except UsageError as error:
+            why = error.message.partition(" cannot be read: ")[2].rstrip(".")
+            passed.append(Passed(candidate, why or error.message))
+    newest = max(found, default=None)
+    later = [gone for gone in passed if newest is None or _after(gone.path, newest)]
+    return (newest[1] if newest else None), tuple(later)
+
+
+def _after(path: Path, newest: tuple[int, Path]) -> bool:
+    """Whether ``path`` would have been newer, as far as its name tells."""
+    named = NAMED.fullmatch(path.name)
+    return named is None or int(named[1]) > newest[0]

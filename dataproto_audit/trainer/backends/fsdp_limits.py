@@ -7,7 +7,7 @@ from typing import Any
 
 from dataproto_audit.codes import UsageError
 from dataproto_audit.trainer.backends.base import FSDPOptions, ModelSpec
-from dataproto_audit.trainer.backends.scoring import check_family
+from dataproto_audit.trainer.backends.scoring import FAMILIES, check_family
 
 MODEL = "actor_rollout_ref.model"
 ACTOR = "actor_rollout_ref.actor"
@@ -69,8 +69,10 @@ def _check_reshard(options: FSDPOptions, *, sharded: int) -> None:
 def check_model(model: ModelSpec, options: FSDPOptions, config: Mapping[str, Any]) -> None:
     """Raise DPA851 for a model that the options do not know, DPA854 for heads that do not divide.
 
-    ``config`` is the model folder's ``config.json``.
+    ``config`` is the model folder's ``config.json``. DPA852 if transformers knows no causal
+    language model of its type.
     """
+    _known_to_transformers(config.get("model_type"))
     on = [
         f"{MODEL}.{key}"
         for key, wanted in (
@@ -103,4 +105,20 @@ def check_model(model: ModelSpec, options: FSDPOptions, config: Mapping[str, Any
             f"and {pairs} key/value heads.",
             "Use a size that divides the heads, and divides or is a multiple of the key/value "
             "heads.",
+        )
+
+
+def _known_to_transformers(kind: Any) -> None:
+    if kind in FAMILIES:  # without the import
+        return
+    import transformers
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UsageError(
+            "DPA852",
+            f"config.json of the model: model_type {kind!r} is no causal language model of "
+            f"transformers {transformers.__version__}.",
+            "Use another model, or a release of transformers that has it; code in the folder is "
+            "not run.",
         )

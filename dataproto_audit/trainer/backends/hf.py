@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from dataproto_audit.codes import UsageError
-from dataproto_audit.trainer.backends.base import MicroBatch, ModelSpec, TokenOutputs
+from dataproto_audit.trainer.backends.base import (
+    VALUE_HEAD,
+    MicroBatch,
+    ModelSpec,
+    TokenOutputs,
+)
 from dataproto_audit.trainer.backends.fused import plain_scores
+from dataproto_audit.trainer.backends.megatron.files import read_config
 
+REMEDY = "Save the model there again with save_pretrained, config.json and weights together."
+SHOWN = 4
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -23,10 +31,12 @@ def build_model(spec: ModelSpec) -> nn.Module:
     """The model of ``spec`` on the CPU, whole, in evaluation mode: a causal language model, or a
     token classifier with one label for values, whose dropout is off.
 
-    Raises DPA852 if the folder lacks its config or weights, DPA851 for an unknown dtype.
+    A ``pad_token_id`` of -1, which old Llamas have, is none: transformers alone would keep the last
+    token's embedding still. Raises DPA852 if the folder lacks its config or some of its weights,
+    or they do not fit together, DPA851 for an unknown dtype.
     """
     folder = Path(spec.path)
-    model_config(spec)
+    padding = model_config(spec).get("pad_token_id")
     if spec.dtype not in DTYPES:
         raise UsageError(
             "DPA851", f"unknown model dtype {spec.dtype!r}.", f"Choose one of {', '.join(DTYPES)}."
@@ -49,13 +59,26 @@ def build_model(spec: ModelSpec) -> nn.Module:
                 **local,
                 **options,
             )
-    except OSError as error:
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise UsageError(
-            "DPA852", f"no weights in {folder}: {error}", "Save model and tokenizer there."
+            "DPA852",
+            f"no weights in {folder} that transformers can load ({type(error).__name__}: {error}).",
+            REMEDY,
         ) from error
-    if spec.values and "score.weight" in told["missing_keys"]:
+    missing = set(told["missing_keys"])
+    if spec.values and "score.weight" in missing:
         for parameter in model.score.parameters():
             nn.init.zeros_(parameter)
+    if lost := sorted(missing - (set(VALUE_HEAD) if spec.values else set())):
+        more = f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
+        raise UsageError(
+            "DPA852",
+            f"{folder} holds no {', '.join(lost[:SHOWN])}{more}, which its config.json asks for: "
+            "training would begin from random numbers there.",
+            REMEDY,
+        )
+    if padding == -1:
+        model.get_input_embeddings().padding_idx = None
     built: nn.Module = model.eval()
     return built
 
@@ -76,16 +99,12 @@ def _quiet(missing_head: bool) -> Iterator[None]:
 
 def model_config(spec: ModelSpec) -> dict[str, Any]:
     """The folder's ``config.json``; raises DPA852 if there is none that can be read."""
-    file = Path(spec.path) / "config.json"
-    if not file.is_file():
+    folder = Path(spec.path)
+    if not (folder / "config.json").is_file():
         raise UsageError(
-            "DPA852", f"{file.parent} has no config.json.", "Name a folder in Hugging Face layout."
+            "DPA852", f"{folder} has no config.json.", "Name a folder in Hugging Face layout."
         )
-    try:
-        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError("DPA852", f"{file}: {error}.", "Save the model there again.") from error
-    return config
+    return read_config(folder)
 
 
 def takes_logits_to_keep(model: nn.Module) -> bool:

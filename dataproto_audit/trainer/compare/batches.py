@@ -57,7 +57,7 @@ def from_tensors(
         raise UsageError(
             "DPA854",
             f"{len(tensors['input_ids'])} rows; a layout cuts them into {multiple_of} parts.",
-            "Give a larger batch, or layouts with fewer data-parallel ranks.",
+            f"Give {multiple_of} rows or more (--rows), or layouts with fewer data-parallel ranks.",
         )
     names = [n for n in (*FORWARD_FIELDS, *LOSS_FIELDS, *VALUE_FIELDS) if n in tensors]
     fields = {name: tensors[name][:count].clone() for name in names}

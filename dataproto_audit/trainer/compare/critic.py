@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dataproto_audit.protocol import DataProto
 from dataproto_audit.trainer.backends import shards
-from dataproto_audit.trainer.backends.base import Backend, OptimSpec
+from dataproto_audit.trainer.backends.base import VALUE_HEAD, Backend, OptimSpec
 from dataproto_audit.trainer.batching import Index
 from dataproto_audit.trainer.plans import MiniBatchPlan
 from dataproto_audit.trainer.workers.critic import compute_values, train_values
@@ -25,7 +25,7 @@ def drawn_head(hidden_size: int) -> dict[str, Tensor]:
     the last norm gives states of about 1."""
     random = torch.Generator().manual_seed(17)
     weight = torch.randn(1, hidden_size, generator=random) / hidden_size**0.5
-    return {"score.weight": weight, "score.bias": torch.full((1,), 0.1)}
+    return dict(zip(VALUE_HEAD, (weight, torch.full((1,), 0.1)), strict=True))
 
 
 @dataclass
@@ -71,9 +71,10 @@ def set_head(backend: Backend) -> None:
     """Write the drawn head into a value model. *Local.*"""
     found = backend.shards()
     # The last stage alone holds the head; its width is that of a row of the weight.
-    if "score.weight" not in found:
+    weight, _ = VALUE_HEAD
+    if weight not in found:
         return
-    drawn = drawn_head(found["score.weight"][1].shape[1])
+    drawn = drawn_head(found[weight][1].shape[1])
     with torch.no_grad():
         for name, whole in drawn.items():
             piece, spec = found[name]

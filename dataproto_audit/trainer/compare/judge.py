@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -166,8 +166,41 @@ def first_wrong(wrong: Sequence[str], *, layer: str | None, gradients: Sequence[
 
 
 def wrong_values(found: Mapping[str, Any], bounds: Mapping[str, float]) -> list[str]:
-    """Names of the differences beyond their bounds; NaN is beyond."""
-    return [name for name, bound in bounds.items() if not found[name] <= bound]
+    """Names of the differences beyond their bounds; NaN and infinity are beyond every bound."""
+    return [
+        name
+        for name, bound in bounds.items()
+        if not found[name] <= bound or math.isinf(found[name])
+    ]
+
+
+def not_judged(bounds: Mapping[str, float], sizes: Mapping[str, float]) -> list[str]:
+    """Names of the differences whose bound is as large as what is compared: zeros would agree.
+
+    ``sizes`` are the largest absolute expected values, by the names of ``bounds``.
+    """
+    return [name for name, bound in bounds.items() if bound > 0 and bound >= sizes[name]]
+
+
+def sizes_of(expected: Values) -> dict[str, float]:
+    """What :func:`differences` would give for zeros in the place of ``expected``."""
+    sizes = {
+        "max_abs_logprob_diff": _size([expected.log_probs]),
+        "max_abs_entropy_diff": _size([expected.entropy]),
+        "rel_loss_diff": 1.0,
+        "max_abs_grad_diff": _size(expected.gradients.values()),
+        "rel_update_diff": 1.0,
+        "max_abs_value_grad_diff": _size(expected.value_gradients.values()),
+    }
+    if expected.token_values is not None:
+        sizes["max_abs_value_diff"] = _size([expected.token_values])
+    return sizes
+
+
+def _size(tensors: Iterable[Tensor]) -> float:
+    """The largest absolute value; NaN if there is one."""
+    found = [float(tensor.abs().max()) for tensor in tensors if tensor.numel()]
+    return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
 
 
 def _worst(ours: Tensor, expected: Tensor) -> tuple[float, int, int]:

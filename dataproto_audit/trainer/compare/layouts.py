@@ -16,6 +16,9 @@ DEFAULT_ROWS = 2
 """Rows of a micro-batch where a layout says nothing: several micro-batches, so that sums over
 them are seen."""
 
+MOST_RANKS = 64
+"""Processes that a comparison starts at most: they share one machine."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -55,7 +58,8 @@ def parse_layouts(text: str, *, model: str) -> list[Layout]:
     * ``megatron``: ``tp=N``, ``pp=N``, ``vpp=N``, ``cp=N``, ``dp=N``, ``sp``, ``distopt=0|1``,
       ``recompute=full|selective``.
 
-    Raises DPA851 with the list of words.
+    Raises DPA851 with the list of words, for a word said twice (``rows`` and ``tokens`` are one),
+    and for more ranks than :data:`MOST_RANKS`.
     """
     groups: list[list[str]] = []
     for part in (piece.strip() for piece in text.split(",")):
@@ -78,10 +82,12 @@ def _layout(name: str, model: str) -> Layout:
         name, "fsdp2" if engine == "fsdp" else engine, 1, ModelSpec(model), micro=MicroBatching()
     )
     sizes: dict[str, int] = {}
+    said: dict[str, str] = {}
     for word in words:
         key, _, value = word.partition("=")
+        _refuse_twice(name, word, said)
         known = SHARED | (FSDP if engine == "fsdp" else MEGATRON)
-        if word.isdigit() and engine == "fsdp":
+        if word.isdecimal() and engine == "fsdp":
             sizes["dp"] = int(word)
         elif key == "dp" and engine == "megatron":
             sizes["dp"] = _number(name, word, value)
@@ -101,12 +107,33 @@ def _layout(name: str, model: str) -> Layout:
         layout = replace(layout, micro=replace(layout.micro, rows=DEFAULT_ROWS))
     if layout.world < 1:
         raise UsageError("DPA851", f"layout {name!r}: no rank.", "Give one rank or more.")
+    if layout.world > MOST_RANKS:
+        raise UsageError(
+            "DPA851",
+            f"layout {name!r}: {layout.world} ranks, each of them a process on this machine.",
+            f"Give {MOST_RANKS} ranks or fewer.",
+        )
     return layout
+
+
+def _refuse_twice(name: str, word: str, said: dict[str, str]) -> None:
+    """Raise DPA851 if ``word`` sets what an earlier one has set; ``said`` holds those."""
+    key = word.partition("=")[0]
+    subject = "the number of ranks" if word.isdecimal() else {"tokens": "rows"}.get(key, key)
+    if subject in said:
+        raise UsageError(
+            "DPA851",
+            f"layout {name!r}: {said[subject]!r} and {word!r} set the same.",
+            "Say it once.",
+        )
+    said[subject] = word
 
 
 def _with_megatron(layout: Layout, dp: int) -> Layout:
     options = layout.megatron
-    micro = replace(layout.micro, divisible_by=options.pp)  # without a size: pp parts
+    # Rows of a size are cut as they come, as by train; without one into as many as stages.
+    stages = options.pp if options.vpp or not layout.micro.rows else 1
+    micro = replace(layout.micro, divisible_by=stages)
     return replace(layout, world=dp * options.model_ranks, micro=micro)
 
 
@@ -131,7 +158,7 @@ class _Value:
 
 
 def _number(name: str, word: str, value: str) -> int:
-    if not value.isdigit() or not int(value) or math.log10(int(value)) > 6:
+    if not value.isdecimal() or not int(value) or math.log10(int(value)) > 6:
         raise UsageError(
             "DPA851", f"layout {name!r}: {word!r} is no count.", "Give a positive number."
         )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from dataproto_audit.codes import CodedError
+from dataproto_audit.codes import CodedError, UsageError
 from dataproto_audit.protocol import DataProto
 from dataproto_audit.trainer.backends import hf, shards
 from dataproto_audit.trainer.backends.base import OptimSpec
@@ -20,6 +22,8 @@ from dataproto_audit.trainer.compare.judge import (
     differences,
     first_wrong,
     gradient_factor,
+    not_judged,
+    sizes_of,
     tolerances,
     wrong_gradients,
     wrong_values,
@@ -28,8 +32,10 @@ from dataproto_audit.trainer.compare.layers import LayerGap, Told, gaps
 from dataproto_audit.trainer.compare.layouts import Layout
 from dataproto_audit.trainer.compare.pool import Pool
 from dataproto_audit.trainer.compare.rank import Answer, Task
+from dataproto_audit.trainer.compare.words import in_words
 from dataproto_audit.trainer.megatron import check_role
 from dataproto_audit.trainer.plans import ForwardPlan, MicroBatching, plan_forward, plan_update
+from dataproto_audit.trainer.weight_files import check_weights
 from dataproto_audit.trainer.workers import hang
 from dataproto_audit.trainer.workers.dispatch import collect, kept, merge_losses
 from dataproto_audit.trainer.workers.spec import LossOptions, UpdateOptions, WorkerSpec
@@ -92,9 +98,18 @@ class Compared:
 def check(layout: Layout, *, rows: int | None = None) -> None:
     """Raise a ``UsageError`` for a layout that cannot hold its model, before anything starts.
 
-    With the ``rows`` of the batch, also for one whose micro-batches cannot fill its pipeline.
+    With the ``rows`` of the batch, also for one whose micro-batches cannot fill its pipeline. What
+    is said is said in the words of layouts.
     """
+    try:
+        _check(layout, rows=rows)
+    except UsageError as error:
+        raise in_words(error, layout.name) from None
+
+
+def _check(layout: Layout, *, rows: int | None) -> None:
     config = hf.model_config(layout.model)
+    check_weights(Path(layout.model.path), config, exact=layout.strategy == "megatron")
     if layout.strategy == "megatron":
         from dataproto_audit.trainer.backends.megatron import layout as megatron
 
@@ -151,6 +166,8 @@ class Judged(NamedTuple):
     values: Values
     noise: Values
     bounds: dict[str, float]
+    blind: list[str]
+    """Differences that these bounds say nothing about."""
 
 
 def _compared(
@@ -167,6 +184,7 @@ def _compared(
     found |= {
         "first_wrong": first_wrong(wrong, layer=first, gradients=gradients),
         "wrong_gradients": gradients,
+        "not_judged": judged.blind,
         "gradient_factor": gradient_factor(ours, judged.values) if gradients else None,
     }
     return Compared(layout, found, bounds, wrong, _ranks(answers), seen)
@@ -191,20 +209,32 @@ def _layers(
 
 def _bounds(expected: Expected, batch: DataProto, dtype: str) -> Judged:
     values, noise = expected.values(batch, dtype), expected.noise(batch, dtype)
-    largest = max(float(grad.abs().max()) for grad in values.gradients.values())
-    largest_value = max(
-        (float(grad.abs().max()) for grad in values.value_gradients.values()), default=0.0
-    )
-    scored = {"log_prob": values.log_probs, "entropy": values.entropy}
-    if values.token_values is not None:
-        scored["value"] = values.token_values
+    sizes = sizes_of(values)
+    _refuse_not_finite(sizes)
     bounds = tolerances(
         differences(noise, values),
-        largest_gradient=largest,
-        largest_value_gradient=largest_value,
-        largest={name: float(found.abs().max()) for name, found in scored.items()},
+        largest_gradient=sizes["max_abs_grad_diff"],
+        largest_value_gradient=sizes["max_abs_value_grad_diff"],
+        largest={
+            "log_prob": sizes["max_abs_logprob_diff"],
+            "entropy": sizes["max_abs_entropy_diff"],
+            "value": sizes.get("max_abs_value_diff", 0.0),
+        },
     )
-    return Judged(values, noise, bounds)
+    return Judged(values, noise, bounds, not_judged(bounds, sizes))
+
+
+def _refuse_not_finite(sizes: Mapping[str, float]) -> None:
+    """Raise DPA852 for a model that gives NaN or infinity by itself: it would agree with any."""
+    wrong = [name for name, size in sizes.items() if not math.isfinite(size)]
+    if wrong:
+        names = [name.removeprefix("max_abs_").removesuffix("_diff") for name in wrong]
+        raise UsageError(
+            "DPA852",
+            f"the model itself gives NaN or infinity on these rows ({', '.join(names)}), so there "
+            "is nothing to compare with.",
+            "Look at its weights, at the temperature and at the rows.",
+        )
 
 
 def run_layout(

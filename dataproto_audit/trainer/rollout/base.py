@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from dataproto_audit.trainer.backends.shards import ShardPayload
 
 
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head sizes of vLLM's CPU attention (``get_supported_head_sizes`` in its ``cpu_attn.py``)."""
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """Everything an engine process needs to start; plain values only, so that it pickles small."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dataproto_audit.codes import CodedError, RunError, UsageError
 from dataproto_audit.protocol import DataProto
+from dataproto_audit.trainer.remedies import RESUME
 from dataproto_audit.trainer.rollout.base import (
     EngineConfig,
     Generation,
@@ -29,8 +30,7 @@ from dataproto_audit.trainer.rollout.base import (
 )
 from dataproto_audit.trainer.rollout.rows import Widths, to_batch, to_requests
 from dataproto_audit.trainer.tokenizer import Tokenizer
-
-RESUME = "Resume from the last checkpoint (trainer.resume_mode=auto)."
+from dataproto_audit.trainer.workers.failures import reason_of
 
 
 class Rollout:
@@ -212,9 +212,9 @@ class Rollout:
         except RayTaskError as error:
             raise _of_task(error, doing) from error
         except RayActorError as error:
-            text = " ".join(str(error).split())[:300]
+            why = reason_of(error)
             raise RunError(
-                "DPA865", f"the rollout engine died while {doing} ({text}).", RESUME
+                "DPA865", f"the rollout engine died while {doing} ({why}).", RESUME
             ) from error
 
 

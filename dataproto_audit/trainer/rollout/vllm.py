@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from dataproto_audit.codes import CodedError, RunError, UsageError
 from dataproto_audit.trainer.rollout.base import (
+    CPU_HEAD_SIZES,
     EngineConfig,
     Generation,
     Sampling,
@@ -251,7 +252,7 @@ def _refused(error: Exception) -> CodedError:
     text = text if len(text) <= 400 else text[:400] + "..."
     what = f"vLLM refused the model or its settings ({type(error).__name__}: {text})."
     if "head_dim" in text or "head_size" in text:
-        sizes = "32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512"
+        sizes = ", ".join(map(str, CPU_HEAD_SIZES))
         return UsageError("DPA851", what, f"On CPU head_dim must be one of {sizes}.")
     if isinstance(error, ValueError):
         return UsageError("DPA851", what, "Change actor_rollout_ref.model or .rollout.")

@@ -7,6 +7,7 @@ them; no runtime environment is needed. They are put back afterwards.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import tempfile
@@ -116,7 +117,8 @@ def _start(options: Mapping[str, Any], others: set[int]) -> None:
     """
     for attempt in range(START_ATTEMPTS):
         try:
-            ray.init(**options)
+            with _own_sessions():
+                ray.init(**options)
             return
         except Exception as error:  # Ray raises no narrower class here
             _stop(others)
@@ -126,6 +128,27 @@ def _start(options: Mapping[str, Any], others: set[int]) -> None:
                     f"Ray's own processes did not start: {error}",
                     "Free the machine, or look into Ray's logs with keep_logs.",
                 ) from error
+
+
+@contextlib.contextmanager
+def _own_sessions() -> Iterator[None]:
+    """Ray's daemons start in sessions of their own, so a signal to our group is ours alone.
+
+    ``timeout``, a batch system or a terminal that closes signals the whole group; with the daemons
+    gone, the driver would wait a minute for them and exit without clearing up. Ray has no public
+    option for it, and keeps only SIGINT from them. They end with the driver all the same (the
+    kernel's parent-death signal, and the reaper).
+    """
+    services = ray._private.services
+    popen = getattr(services, "ConsolePopen", None)
+    if popen is None:
+        yield
+        return
+    services.ConsolePopen = functools.partial(popen, start_new_session=True)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
 
 
 def _print_daemon_messages(enabled: bool) -> None:

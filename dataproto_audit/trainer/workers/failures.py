@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 from ray.exceptions import RayActorError, RayTaskError
 
 from dataproto_audit.codes import CodedError, RunError
+from dataproto_audit.trainer.remedies import RESUME
 from dataproto_audit.trainer.workers.hang import Note, describe, late_ranks
-
-RESUME = "Resume from the last checkpoint."
 
 # What gloo and NCCL say when a peer is gone, and when it did not come in time.
 _LOST = re.compile(
@@ -48,7 +47,7 @@ def explain(
     for rank, error in failures.items():
         if isinstance(error, RayActorError):
             return RunError(
-                "DPA864", f"{stage}: the process of rank {rank} died ({_reason(error)}).", RESUME
+                "DPA864", f"{stage}: the process of rank {rank} died ({reason_of(error)}).", RESUME
             )
     for rank, error in failures.items():
         if not follows_from_a_peer(error):
@@ -107,8 +106,14 @@ def _from_torch(error: BaseException) -> str:
     return f"{type(cause).__name__}: {cause}"
 
 
-def _reason(error: RayActorError) -> str:
-    """The first telling line of Ray's long text."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if re.search(r"exit|kill|died|crash", line, re.IGNORECASE)]
-    return (telling or lines or ["no reason given"])[0][:200].rstrip(".")
+def reason_of(error: RayActorError) -> str:
+    """Why an actor is gone, in words, without Ray's ids, addresses and advice."""
+    text = str(error)
+    if "low on memory" in text or "OutOfMemory" in text:
+        return "the machine ran out of memory"
+    if "ray.kill" in text:
+        return "it was ended through Ray"
+    if "creation task" in text:
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return f"starting it failed: {lines[-1][:200]}".rstrip(".")
+    return "it was killed, crashed or ran out of memory"

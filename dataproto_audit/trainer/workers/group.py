@@ -17,6 +17,7 @@ from dataproto_audit.protocol import DataProto
 from dataproto_audit.trainer.backends import checkpoint
 from dataproto_audit.trainer.backends.shards import add_checksums
 from dataproto_audit.trainer.plans import MicroBatching, UpdatePlan, plan_forward, plan_update
+from dataproto_audit.trainer.remedies import RESUME
 from dataproto_audit.trainer.schedules import idle_shares
 from dataproto_audit.trainer.workers import hang, placement
 from dataproto_audit.trainer.workers.actor import TrainWorker
@@ -32,7 +33,7 @@ from dataproto_audit.trainer.workers.dispatch import (
     update_metrics,
     value_metrics,
 )
-from dataproto_audit.trainer.workers.failures import RESUME, explain, hung
+from dataproto_audit.trainer.workers.failures import explain, hung
 from dataproto_audit.trainer.workers.inputs import FORWARD_FIELDS
 from dataproto_audit.trainer.workers.lengths import lengths_of, warmup_plan
 from dataproto_audit.trainer.workers.spec import (

@@ -110,7 +110,11 @@ def model_of(spec: WorkerSpec, role: str) -> ModelSpec:
 
 
 def checkpoint_layout(spec: WorkerSpec) -> dict[str, Any]:
-    """What the ranks' files of a checkpoint depend on, for its index."""
+    """What the ranks' files of a checkpoint depend on, for its index.
+
+    ``ref_megatron`` and ``critic_megatron`` are sizes of a role on Megatron, where the actor's do
+    not say them. Without them ranks would take each other's layers for their own.
+    """
     layout: dict[str, Any] = {"strategy": spec.strategy}
     if spec.strategy == "megatron":
         layout |= spec.megatron.layout()
@@ -123,6 +127,10 @@ def checkpoint_layout(spec: WorkerSpec) -> dict[str, Any]:
         layout["ref_strategy"] = spec.ref_strategy
     if spec.critic is not None:
         layout["critic_strategy"] = strategy_of(spec, "critic")
+    for role in roles_of(spec)[1:]:
+        own = megatron_of(spec, role).layout()
+        if strategy_of(spec, role) == "megatron" and not own.items() <= layout.items():
+            layout[f"{role}_megatron"] = own
     return layout
 
 

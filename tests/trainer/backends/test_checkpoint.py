@@ -49,9 +49,8 @@ def test_ranks_and_layout_tell_whether_each_rank_has_a_file_of_its_own(tmp_path)
 
 
 def test_a_layout_that_nothing_is_known_of_is_refused(tmp_path):
-    write(tmp_path)
-    file = tmp_path / checkpoint.INDEX
-    file.write_text(file.read_text().replace("fsdp2", "zero3"))
+    file = checkpoint.write_rank_file(tmp_path, rank=0, tensors={"a": torch.zeros(2)})
+    checkpoint.write_index(tmp_path, [file] * 2, step=5, layout={"strategy": "zero3"}, extra={})
     with pytest.raises(UsageError, match=r"DPA804 .*layout {'strategy': 'zero3'} and 2 ranks"):
         read(tmp_path)
 
@@ -73,6 +72,20 @@ def test_megatron_files_that_do_not_say_where_their_ranks_sat_are_refused(tmp_pa
     seated = layout | {checkpoint.SEATS: True}
     checkpoint.write_index(tmp_path, [entry], step=5, layout=seated, extra={})
     assert read(tmp_path).layout == seated
+
+
+def test_a_change_of_the_index_is_noticed_and_an_index_without_a_checksum_is_read(tmp_path):
+    write(tmp_path)
+    file = tmp_path / checkpoint.INDEX
+    changed = file.read_text().replace("fsdp2", "megatron")
+    file.write_text(changed)
+    with pytest.raises(UsageError, match=r"DPA804 .*not the file that was written"):
+        read(tmp_path)
+    write(tmp_path)
+    raw = json.loads(file.read_text())
+    del raw["crc32"]  # as earlier versions wrote it
+    file.write_text(json.dumps(raw))
+    assert read(tmp_path).step == 5
 
 
 def test_a_checkpoint_without_index_was_not_finished(tmp_path):

@@ -56,7 +56,7 @@ def test_a_model_that_packing_does_not_know_is_refused(changes, shared, fragment
 def test_models_are_taken_where_the_switches_allow():
     for shared in (1, 2, 6):
         check_model(PACKED, FSDPOptions(sequence_parallel=shared), QWEN)
-    check_model(ModelSpec("m"), FSDPOptions(), {"model_type": "anything"})
+    check_model(ModelSpec("m"), FSDPOptions(), {"model_type": "gpt2"})
     sliding = QWEN | {"use_sliding_window": True, "sliding_window": 64}
     check_model(ModelSpec("m", fused_kernels=True), FSDPOptions(), sliding)
 

@@ -6,6 +6,8 @@ from dataproto_audit.trainer.compare.judge import (
     differences,
     first_wrong,
     gradient_factor,
+    not_judged,
+    sizes_of,
     tolerances,
     wrong_gradients,
     wrong_values,
@@ -121,3 +123,21 @@ def test_wrong_gradients_are_named_in_the_model_s_order_and_one_factor_is_seen()
 )
 def test_the_first_place_that_differs(wrong, layer, first):
     assert first_wrong(wrong, layer=layer, gradients=["w", "x"]) == first
+
+
+def test_a_bound_that_zeros_would_keep_is_said_to_judge_nothing():
+    expected = values(log_probs=torch.full((2, 3), -4.0), gradients={"a": torch.full((2,), -0.5)})
+    sizes, quiet = sizes_of(expected), differences(expected, expected)
+    assert (sizes["max_abs_logprob_diff"], sizes["max_abs_grad_diff"]) == (4.0, 0.5)
+    assert not_judged(tolerances(quiet, largest_gradient=0.5), sizes) == []
+    loud = tolerances(
+        quiet | {"max_abs_grad_diff": 0.125, "rel_update_diff": 0.3}, largest_gradient=0.5
+    )
+    assert not_judged(loud, sizes) == ["max_abs_grad_diff", "rel_update_diff"]
+    assert not_judged({"max_abs_value_grad_diff": 0.0}, sizes) == [], "nothing may differ from 0"
+
+
+def test_infinity_agrees_with_nothing():
+    assert wrong_values({"rel_loss_diff": float("inf")}, {"rel_loss_diff": float("inf")})
+    nan = {"a": torch.tensor([1.0, torch.nan]), "b": torch.ones(1)}
+    assert sizes_of(values(gradients=nan))["max_abs_grad_diff"] != 0.0

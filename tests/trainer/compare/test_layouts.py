@@ -41,7 +41,7 @@ def test_a_pipeline_gets_a_number_of_micro_batches_that_it_takes():
     assert parse("megatron:tp=2")[0].micro.divisible_by == 1
     open_size, given = parse("megatron:pp=2")[0].micro, parse("megatron:pp=2,rows=3")[0].micro
     assert (open_size.rows, open_size.divisible_by) == (0, 2)
-    assert (given.rows, given.divisible_by) == (3, 2)
+    assert (given.rows, given.divisible_by) == (3, 1)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,14 @@ def test_a_pipeline_gets_a_number_of_micro_batches_that_it_takes():
         ("fsdp:2+tp=2", "unknown 'tp=2'.*ulysses"),
         ("fsdp:2+ulysses=x", "'ulysses=x' is no count"),
         ("fsdp:0", "no rank"),
+        ("fsdp:99999", "99999 ranks, each of them a process.*64 ranks or fewer"),
+        ("megatron:tp=8,pp=8,dp=2", "128 ranks"),
+        ("megatron:tp=2,tp=4", "'tp=2' and 'tp=4' set the same"),
+        ("fsdp:2+4", "'2' and '4' set the same"),
+        ("fsdp:2+packed+packed=0", "'packed' and 'packed=0' set the same"),
+        ("megatron:dp=2,dp=2", "'dp=2' and 'dp=2'"),
+        ("fsdp:2+rows=2+tokens=60", "'rows=2' and 'tokens=60'"),
+        ("fsdp:2+tokens=60+rows=2", "'tokens=60' and 'rows=2'"),
         ("megatron:tp=0", "'tp=0' is no count"),
         ("megatron:distopt=2", "Choose 0, 1"),
         ("fsdp:2+wrap=all", "Choose root, layer"),
@@ -61,6 +69,11 @@ def test_a_pipeline_gets_a_number_of_micro_batches_that_it_takes():
 def test_what_is_no_layout_is_refused(text, fragment):
     with pytest.raises(UsageError, match=rf"DPA851 .*{fragment}"):
         parse(text)
+
+
+def test_a_word_may_stand_in_each_layout():
+    layouts = parse("fsdp:2+packed,megatron:tp=2+packed,fsdp:64")
+    assert [layout.world for layout in layouts] == [2, 2, 64]
 
 
 def test_a_switch_may_be_off():
@@ -73,5 +86,17 @@ def test_a_switch_may_be_off():
 
 def test_the_size_of_micro_batches_that_is_asked_for_counts_on_a_pipeline_too():
     asked, left = parse_layouts("megatron:pp=2+rows=2,megatron:pp=2", model="m")
-    assert (asked.micro.rows, asked.micro.divisible_by) == (2, 2)
+    assert (asked.micro.rows, asked.micro.divisible_by) == (2, 1)
     assert (left.micro.rows, left.micro.divisible_by) == (0, 2)
+
+
+def test_a_pipeline_in_order_takes_any_number_of_micro_batches_of_a_size():
+    """As train does; only an interleaved one, and one without a size, wants multiples."""
+    for text, multiple in (("rows=6", 1), ("rows=6,vpp=2", 2), ("tokens=60", 2), ("dp=1", 2)):
+        (layout,) = parse(f"megatron:pp=2,{text}")
+        assert layout.micro.divisible_by == multiple
+    one, two = parse("fsdp:1,fsdp:2")
+    assert (one.world, two.world) == (1, 2)
+    for text in ("fsdp:\u00b2", "megatron:dp=\u00b2"):
+        with pytest.raises(UsageError, match="DPA851"):
+            parse(text)

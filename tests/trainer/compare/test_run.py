@@ -153,8 +153,8 @@ def test_layouts_that_cannot_work_are_refused_before_anything_starts(batch, mode
             raise AssertionError("started")
 
     for text, fragment in [
-        ("fsdp:3+size=2", "fsdp_size=2 does not divide 3 ranks"),
-        ("fsdp:2+ulysses=2", "use_remove_padding is off"),
+        ("fsdp:3+size=2", "size=2 does not divide 3 ranks"),
+        ("fsdp:2+ulysses=2", "packed is off"),
         ("fsdp:3+packed+ulysses=3", "cannot share 4 heads"),
         ("fsdp:4+reshard=3", "no part of 4 ranks"),
     ]:
@@ -165,7 +165,7 @@ def test_layouts_that_cannot_work_are_refused_before_anything_starts(batch, mode
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("megatron:cp=2+packed", "DPA851 .*use_remove_padding packs rows"),
+        ("megatron:cp=2+packed", "DPA851 .*packed packs rows"),
         ("megatron:pp=2+rows=16", "DPA854 .*1 micro-batches .* 2 pipeline stages"),
     ],
 )

@@ -67,6 +67,8 @@ def test_a_dead_process_comes_before_errors_about_it():
     kind, text = told({0: raised(RuntimeError(LOST[0])), 1: ActorDiedError()})
     assert kind is RunError
     assert text.startswith("DPA864 update_actor: the process of rank 1 died")
+    for internal in ("actor_id", "namespace", "ip:", "The actor"):
+        assert internal not in text
 
 
 def test_a_real_error_comes_before_errors_about_it():

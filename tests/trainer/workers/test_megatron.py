@@ -335,6 +335,30 @@ def test_a_checkpoint_goes_on_in_another_layout(use, ragged_batch, tmp_path, kin
 
 
 @pytest.mark.parametrize(
+    ("wrote", "takes"),
+    [
+        (plain(pp=2, vpp=2), plain(pp=2)),  # pieces of the same sizes: nothing but the index tells
+        (MegatronOptions(tp=2), MegatronOptions(pp=2)),
+        (plain(pp=2), plain(pp=2)),
+    ],
+)
+def test_a_reference_on_megatron_beside_fsdp_goes_on_in_another_layout(
+    use, ragged_batch, tmp_path, wrote, takes
+):
+    rows = ragged_batch(rows=16, seed=1)
+    engines = {"strategy": "fsdp2", "ref_strategy": "megatron", "optim": ADAMW}
+    group = use(2, wrote, "qwen3", **engines)
+    group.warmup(rows, steps=2, lr=1e-2)
+    group.save_checkpoint(tmp_path / "c", step=1)
+    sums = group.weights_checksum(role="ref")
+    expected = group.compute_ref_log_prob(rows).batch["ref_log_prob"]
+    group = use(2, takes, "qwen3", **engines, seed=2)
+    group.load_checkpoint(tmp_path / "c")
+    assert group.weights_checksum(role="ref") == sums == group.weights_checksum()
+    close(group.compute_ref_log_prob(rows).batch["ref_log_prob"], expected, 1e-5)
+
+
+@pytest.mark.parametrize(
     ("actor", "ref", "layout"),
     [("fsdp2", "megatron", plain(tp=2)), ("megatron", "fsdp2", MegatronOptions(pp=2))],
 )

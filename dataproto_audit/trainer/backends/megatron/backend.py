@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dataproto_audit.codes import UsageError
 from dataproto_audit.trainer.backends import hf
 from dataproto_audit.trainer.backends.base import (
+    VALUE_HEAD,
     Backend,
     Loss,
     MicroBatch,
@@ -264,7 +265,7 @@ class MegatronBackend(Backend):
                 param.zero_()
         with files.open_weights(folder) as read:
             for name, (piece, spec) in self._pieces(lambda param: param.detach()).items():
-                begins_at_0 = name in weights.VALUE_HEAD.values()
+                begins_at_0 = name in VALUE_HEAD
                 whole = read(name, shape=spec.shape if begins_at_0 else None)
                 if tuple(whole.shape) != spec.shape:
                     raise UsageError(

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dataproto_audit.codes import UsageError
+from dataproto_audit.trainer.weight_files import weight_files
 
 
 class Weights(Protocol):
@@ -41,7 +42,7 @@ def open_weights(folder: Path) -> Iterator[Weights]:
     with ExitStack() as stack:
         readers: dict[str, Any] = {}
         try:
-            for file in sorted(folder.glob("*.safetensors")):
+            for file in weight_files(folder):
                 reader = stack.enter_context(safe_open(str(file), framework="pt"))
                 readers |= dict.fromkeys(reader.keys(), reader)
         except (OSError, SafetensorError) as error:

@@ -15,6 +15,7 @@ from dataproto_audit.trainer.backends.megatron.options import RECOMPUTE, Megatro
 
 SECTION = "actor_rollout_ref.actor"
 KEY = f"{SECTION}.megatron"
+DTYPE = "actor_rollout_ref.model.dtype"
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 VPP, CP = "virtual_pipeline_model_parallel_size", "context_parallel_size"
 ARCHITECTURES = {
@@ -60,7 +61,14 @@ def check_layout(
     if not installed():
         raise UsageError("DPA858", "megatron-core is not installed.", INSTALL)
     check_ranks(options, world_size=world_size, key=key)
-    for wrong in _values(options, dtype):
+    if dtype == "float16":
+        raise UsageError(
+            "DPA851",
+            f"{DTYPE} is float16, and {key.removesuffix('.megatron')} runs on Megatron: float16 "
+            "needs loss scaling, which this trainer has not.",
+            f"Set {DTYPE} to float32 or bfloat16.",
+        )
+    for wrong in _values(options):
         raise UsageError("DPA851", f"{key}.{wrong.key}: {wrong.text}", wrong.remedy)
     for wrong in _model(model):
         raise UsageError("DPA851", f"Megatron: {wrong.key}: {wrong.text}", wrong.remedy)
@@ -76,10 +84,16 @@ def check_ranks(options: MegatronOptions, *, world_size: int, key: str = KEY) ->
     if ranks > 0 and world_size % ranks:
         raise UsageError(
             "DPA854",
-            f"{key}.{TP}: {options.tp} x {options.pp} x {options.cp} ranks (tensor, pipeline, "
-            f"context) do not divide {world_size} ranks.",
+            f"{_sizes_of_ranks(options, key)}: the {ranks} ranks of one model do not divide "
+            f"{world_size} ranks.",
             f"Make trainer.n_gpus_per_node a multiple of {ranks}.",
         )
+
+
+def _sizes_of_ranks(options: MegatronOptions, key: str) -> str:
+    """The sizes that make up the ranks of a model, by name: those that are not one."""
+    sizes = {TP: options.tp, PP: options.pp, CP: options.cp}
+    return f"{key}." + " x ".join(f"{name}={size}" for name, size in sizes.items() if size != 1)
 
 
 def installed() -> bool:
@@ -111,7 +125,9 @@ def check_micro_batches(
             "DPA854",
             f"{section}.megatron.{PP}: {count} {what} of a mini-batch on each data-parallel rank "
             f"cannot fill {options.pp} pipeline stages.",
-            f"Set {where} to {max(1, rows // options.pp)} or less.",
+            f"Set {where} to {rows // options.pp} or less."
+            if rows >= options.pp
+            else f"Give each rank {options.pp} rows or more (ppo_mini_batch_size), or lower {PP}.",
         )
     if options.vpp and count % options.pp:
         raise UsageError(
@@ -122,7 +138,7 @@ def check_micro_batches(
         )
 
 
-def _values(options: MegatronOptions, dtype: str) -> Iterator[_Wrong]:
+def _values(options: MegatronOptions) -> Iterator[_Wrong]:
     sizes = {TP: options.tp, PP: options.pp, CP: options.cp, VPP: options.vpp or 1}
     for name, size in sizes.items():
         if size < 1:
@@ -138,10 +154,6 @@ def _values(options: MegatronOptions, dtype: str) -> Iterator[_Wrong]:
     if options.recompute is not None and options.recompute not in RECOMPUTE:
         text = f"unknown {options.recompute!r}."
         yield _Wrong("recompute_granularity", text, f"Choose {', '.join(RECOMPUTE)} or null.")
-    if dtype == "float16":
-        text = "float16 needs loss scaling, which this trainer has not."
-        remedy = "Set actor_rollout_ref.model.dtype to float32 or bfloat16."
-        yield _Wrong("(model.dtype)", text, remedy)
 
 
 def _model(model: Mapping[str, Any]) -> Iterator[_Wrong]:

@@ -201,8 +201,9 @@ def _chunk(model: Mapping[str, Any], config: TransformerConfig, stage: int | Non
         rotary_base=_rope_theta(model),
         vp_stage=stage,
     )
-    if chunk.pre_process and model.get("pad_token_id") is not None:
-        hook = partial(_still_padding, padding=int(model["pad_token_id"]))
+    padding = model.get("pad_token_id")
+    if chunk.pre_process and padding is not None and int(padding) >= 0:  # old Llamas say -1: none
+        hook = partial(_still_padding, padding=int(padding))
         chunk.embedding.word_embeddings.register_forward_hook(hook)
     return chunk
 

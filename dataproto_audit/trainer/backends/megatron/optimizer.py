@@ -8,7 +8,7 @@ weight decays alike (as with FSDP; Megatron by itself leaves norms and biases ou
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -155,6 +155,9 @@ class Optimizer:
             for key, value in kept.items():
                 if isinstance(value, Tensor):
                     out[f"optim/{one.name}/{key}"] = value
+            step = group_step(one.member.optimizer, one.main) if kept else None
+            if step is not None and "step" not in kept:
+                out[f"optim/{one.name}/step"] = torch.tensor(float(step))
             if not kept and any(states):  # taken over from FSDP, and not stepped on yet
                 out[f"optim/{one.name}/{STATELESS}"] = torch.empty(0)
             if self.separate:
@@ -187,4 +190,32 @@ class Optimizer:
                     one.main.copy_(master)
             per_param = {position: kept for position, (_, kept) in enumerate(mine) if kept}
             groups = member.optimizer.state_dict()["param_groups"]
+            if not isinstance(member.optimizer, torch.optim.Adam):
+                steps_to_groups(groups, per_param)
             member.optimizer.load_state_dict({"state": per_param, "param_groups": groups})
+
+
+def group_step(optimizer: Any, param: Any) -> float | None:
+    """The step counter of the group of ``param``; None where the optimizer keeps none there.
+
+    Transformer Engine's and apex's FusedAdam do, torch's Adam has one for each parameter.
+    """
+    for group in optimizer.param_groups:
+        if "step" in group and any(param is held for held in group["params"]):
+            return float(group["step"])
+    return None
+
+
+def steps_to_groups(
+    groups: Sequence[dict[str, Any]], per_param: Mapping[int, dict[str, Tensor]]
+) -> None:
+    """Move step counters to the groups, in place, for an optimizer that reads them there.
+
+    ``groups`` name parameters by position, as a state dict does. Without a counter FusedAdam begins
+    at step 1 again, and corrects a bias that the moments no longer have.
+    """
+    for group in groups:
+        held = [per_param[place] for place in group["params"] if place in per_param]
+        steps = [int(kept.pop("step")) for kept in held if "step" in kept]
+        if steps:
+            group["step"] = max(steps)

@@ -7,8 +7,8 @@ from typing import Any
 
 
 def head_dim(model: Mapping[str, Any]) -> int:
-    """Columns of one attention head."""
-    given = model.get("head_dim")
+    """Columns of one attention head; Qwen3 has 128 where its config.json does not say."""
+    given = model.get("head_dim", 128 if model.get("model_type") == "qwen3" else None)
     return int(given or int(model["hidden_size"]) // int(model["num_attention_heads"]))
 
 

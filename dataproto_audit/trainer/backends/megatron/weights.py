@@ -14,11 +14,12 @@ from typing import Any
 
 from torch import Tensor
 
+from dataproto_audit.trainer.backends.base import VALUE_HEAD
 from dataproto_audit.trainer.backends.megatron.sizes import head_dim, tied
 from dataproto_audit.trainer.backends.shards import ShardSpec, dtype_name
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-VALUE_HEAD = {"value_head.weight": "score.weight", "value_head.bias": "score.bias"}
+_VALUE_HEAD = {name.replace("score", "value_head", 1): name for name in VALUE_HEAD}
 _WHOLE = {
     "input_layernorm.weight": "input_layernorm.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
@@ -60,8 +61,8 @@ def pieces(
     elif name == "output_layer.weight":
         # A tied last stage holds a copy, whose gradient is summed with the embedding's.
         yield cut.vocabulary(EMBEDDING if tied(model) else HEAD, copy=tied(model))
-    elif name in VALUE_HEAD:
-        yield cut.whole(VALUE_HEAD[name])
+    elif name in _VALUE_HEAD:
+        yield cut.whole(_VALUE_HEAD[name])
     elif name == "decoder.final_layernorm.weight":
         yield cut.whole("model.norm.weight")
     else:

@@ -43,7 +43,9 @@ def test_layouts_that_work_pass(options, kind):
 @pytest.mark.parametrize(
     ("options", "model", "message"),
     [
-        (MegatronOptions(tp=3), {}, r"tensor_model_parallel_size: 3 x 1 x 1 ranks .* 4 ranks"),
+        (MegatronOptions(tp=3), {}, r"tensor_model_parallel_size=3: the 3 ranks .* 4 ranks"),
+        (MegatronOptions(pp=3), {}, r"pipeline_model_parallel_size=3: the 3 ranks"),
+        (MegatronOptions(cp=3), {}, r"context_parallel_size=3: the 3 ranks"),
         (MegatronOptions(tp=4), {}, r"tensor_model_parallel_size: 2 key-value heads .* 4 ranks"),
         (
             MegatronOptions(tp=2),
@@ -53,7 +55,12 @@ def test_layouts_that_work_pass(options, kind):
         (MegatronOptions(tp=2), {"intermediate_size": 95}, r"95 columns of the MLP"),
         (MegatronOptions(pp=4), {"num_hidden_layers": 6}, r"pipeline_model_parallel_size: 6 lay"),
         (MegatronOptions(pp=2, vpp=3), {}, r"virtual_pipeline_model_parallel_size: 4 layers"),
-        (MegatronOptions(tp=2, pp=2, cp=2), {}, r"2 x 2 x 2 ranks"),
+        (
+            MegatronOptions(tp=2, pp=2, cp=2),
+            {},
+            r"tensor_model_parallel_size=2 x pipeline_model_parallel_size=2 x "
+            r"context_parallel_size=2: the 8 ranks .* 4 ranks",
+        ),
     ],
 )
 def test_sizes_that_do_not_divide_name_key_and_numbers(options, model, message):
@@ -111,7 +118,13 @@ def test_missing_megatron_core_says_what_to_install(monkeypatch):
     ("options", "rows", "size", "message"),
     [
         (MegatronOptions(pp=2), 8, 8, r"1 micro-batches .* 2 pipeline stages.*to 4 or less"),
-        (MegatronOptions(pp=4), 2, None, r"2 rows .* 4 pipeline stages"),
+        (MegatronOptions(pp=4), 2, None, r"2 rows .* 4 pipeline stages.* Give each rank 4 rows"),
+        (
+            MegatronOptions(pp=2),
+            1,
+            1,
+            r"2 pipeline stages.* 2 rows or more \(ppo_mini_batch_size\)",
+        ),
         (MegatronOptions(pp=2, vpp=2), 6, 2, r"multiple of 2 micro-batches, .*3 micro-batches"),
         (MegatronOptions(pp=2, vpp=2), 7, None, r"multiple of 2 .*7 rows"),
     ],

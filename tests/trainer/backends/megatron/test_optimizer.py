@@ -16,7 +16,7 @@ with shims.importing():
 def test_a_parameter_that_was_taken_over_without_state_is_marked(stepped):
     a, b = torch.zeros(2), torch.zeros(3)
     kept = {a: {"exp_avg": torch.ones(2)}} if stepped else {}
-    member = SimpleNamespace(optimizer=SimpleNamespace(state=kept))
+    member = SimpleNamespace(optimizer=SimpleNamespace(state=kept, param_groups=[]))
     optimizer = Optimizer.__new__(Optimizer)
     optimizer.separate = False
     optimizer.owned = lambda: iter([Owned("0/a", member, a, None), Owned("0/b", member, b, None)])
