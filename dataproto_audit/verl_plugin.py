@@ -10,8 +10,10 @@ every environment where this package is installed: then it does nothing unless `
 is set (``DATAPROTO_AUDIT=1``). ``DATAPROTO_AUDIT=0`` switches both ways off.
 
 Settings are variables ``DATAPROTO_AUDIT_*`` (:mod:`dataproto_audit.integrations.options`). On
-several nodes these variables belong into Ray's ``runtime_env``
-(``+ray_kwargs.ray_init.runtime_env.env_vars.DATAPROTO_AUDIT=...``), and the package on every node.
+several nodes these variables belong into Ray's ``runtime_env``, and the package on every node. Ray
+takes text only, so that numbers and switches are quoted for hydra and for the shell::
+
+    '+ray_kwargs.ray_init.runtime_env.env_vars.DATAPROTO_AUDIT="1"'
 """
 
 from __future__ import annotations

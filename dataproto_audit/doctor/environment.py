@@ -60,32 +60,60 @@ def _trainer(verl: str | None) -> str:
 
 
 def _attach(verl: str | None, environ: Mapping[str, str]) -> dict[str, Any]:
-    from dataproto_audit.integrations.options import switched_on
+    from dataproto_audit.integrations.options import options, switched_on
 
     named = PLUGIN in environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")
+    said, level, wrong = None, "", ""
+    told: bool | str | None = environ.get("DATAPROTO_AUDIT", "").strip() or None
     try:
-        said, wrong = switched_on(environ), ""
+        told = said = switched_on(environ)
+        level = options(environ=environ).level
     except UsageError as error:
-        said, wrong = None, str(error)
+        wrong = str(error)
     entry = any(point.value == PLUGIN for point in metadata.entry_points(group=GROUP))
     loads = verl is not None and not verl.startswith("0.7.")  # 0.7 looks for no entry points
     asked = named or (entry and loads and bool(said))
     return {
         "VERL_USE_EXTERNAL_MODULES": named,
-        "DATAPROTO_AUDIT": said,
+        "DATAPROTO_AUDIT": told,
         "entry_point": entry,
         "plugin": util.find_spec(PLUGIN) is not None,
+        "level": level,
         "wrong": wrong,
-        "will_attach": verl is not None and not wrong and said is not False and asked,
+        "will_attach": verl is not None
+        and not wrong
+        and said is not False
+        and asked
+        and level != "off",
+        "remedy": _remedy(verl, named=named, entry=entry and loads, said=said, level=level),
     }
+
+
+def _remedy(verl: str | None, *, named: bool, entry: bool, said: bool | None, level: str) -> str:
+    """How the audit is attached here by environment; '' where it is, or where no verl is."""
+    if verl is None:
+        return ""
+    if said is False:
+        return "Unset DATAPROTO_AUDIT, which is off, or set it to 1."
+    if level == "off":
+        return "Unset DATAPROTO_AUDIT_LEVEL, which is off, or choose shape or full."
+    if named or (entry and said):
+        return ""
+    ways = [f"VERL_USE_EXTERNAL_MODULES={PLUGIN}", *(["DATAPROTO_AUDIT=1"] if entry else [])]
+    alone = "" if entry or said is None else f" (verl {verl} does not look for the entry point)"
+    return f"To attach it, set {' or '.join(ways)}{alone}."
 
 
 def _checkable(verl: str | None) -> str:
     if verl is None:
         return "saved batches (check), and the loop of this package (train)"
     if verl in VERSIONS:
-        which = "RayPPOTrainer and PPOTrainer (V1)" if verl == "0.9.1" else "RayPPOTrainer"
-        return f"every boundary of {which}, structure and values; V0 workers, too"
+        if verl == "0.9.1":
+            which, workers = "PPOTrainer (V1) and RayPPOTrainer (V0)", "workers of both"
+        else:
+            which, workers = "RayPPOTrainer", "legacy and engine workers"
+        return f"every boundary of {which}, structure and values; {workers} over FSDP with " \
+               "DATAPROTO_AUDIT_WORKERS=1"  # fmt: skip
     return f"structure only: verl {verl} was not tried; known are {' and '.join(VERSIONS)}"
 
 

@@ -1,12 +1,12 @@
 """A configuration as verl would read it, without verl: a file, overrides, verl's defaults.
 
-Not covered: composing hydra's ``defaults:`` lists. What such a file does not say itself is taken
-from the defaults of ``ppo_trainer.yaml`` below.
+Not covered: composing hydra's ``defaults:`` lists, of which :func:`not_composed` tells. What such a
+file does not say itself is taken from the defaults of ``ppo_trainer.yaml`` below.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dataproto_audit.codes import UsageError
+from dataproto_audit.doctor.problems import Problem
 
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{role}" for role in ("actor", "rollout", "ref"))
 MODEL = "actor_rollout_ref.model"
+COMPOSE = (
+    "Print the whole configuration with `python -m verl.trainer.main_ppo ... --cfg job > job.yaml` "
+    "(and --config-path, --config-name as in the run), and name that file."
+)
 VERSIONS = ("0.7.1", "0.9.1")
 """Versions whose defaults and defects are known, oldest first."""
 
@@ -153,9 +158,27 @@ def planned(path: Path, overrides: Sequence[str] = (), *, version: str | None = 
     DPA851 for a file that cannot be read and an override of another form.
     """
     config = _read(path)
+    if not config and not overrides:
+        raise _empty(path)
+    _refuse_others(path, config)
     for override in overrides:
         _apply(config, override)
     return Planned(config, version or _told_by(config))
+
+
+def not_composed(p: Planned) -> Iterator[Problem]:
+    """Says that a file with a ``defaults:`` list is only a part of the configuration."""
+    listed = p.config.get("defaults")
+    if OmegaConf.is_list(listed):
+        yield Problem(
+            "warn", "DPA851", f"the file has a defaults: list of {len(listed)} entries, which are "
+            "not read: verl's own defaults stand for what they would say.", COMPOSE,
+        )  # fmt: skip
+    elif "defaults" in p.config:
+        yield Problem(
+            "fail", "DPA851", f"defaults: is {str(listed)[:60]!r}, and hydra takes a list only.",
+            f"Write a list of names. {COMPOSE}",
+        )  # fmt: skip
 
 
 def is_ours(path: Path) -> bool:
@@ -178,15 +201,47 @@ def _read(path: Path) -> DictConfig:
         what = "is a folder" if path.is_dir() else "there is no such file"
         raise UsageError("DPA851", f"{path}: {what}.", "Name a YAML file with the configuration.")
     try:
-        read = OmegaConf.create(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException, ValueError) as e:
-        where = " ".join(str(e).split())
+        text = path.read_text(encoding="utf-8")
+        read = OmegaConf.create(text)
+    except (
+        OSError,
+        UnicodeDecodeError,
+        yaml.YAMLError,
+        OmegaConfBaseException,
+        ValueError,
+        RecursionError,
+    ) as e:
+        deep = isinstance(e, RecursionError)
+        where = "nested too deeply" if deep else " ".join(str(e).split())
         raise UsageError("DPA851", f"{path}: not YAML ({where}).", "Correct the file.") from e
+    if all(line.strip() in ("", "---") or line.lstrip().startswith("#") for line in
+           text.splitlines()):  # fmt: skip
+        raise _empty(path)
     if not isinstance(read, DictConfig) or not all(isinstance(key, str) for key in read):
         raise UsageError("DPA851", f"{path}: not a mapping.", "Write key: value pairs.")
     if len(read) == 1 and next(iter(read.values()), None) is None:  # "any text" is {text: None}
         raise UsageError("DPA851", f"{path}: not a mapping.", "Write key: value pairs.")
     return read
+
+
+def _refuse_others(path: Path, config: DictConfig) -> None:
+    """Raise :class:`UsageError` for configurations of verl's programs that do not train by PPO."""
+    if "actor_rollout_ref" in config:
+        return
+    data = config.get("data")
+    evaluation = OmegaConf.is_dict(data) and "response_key" in data
+    if evaluation or {"checkpoint", "trainer"} <= set(config):
+        what = "evaluation" if evaluation else "SFT trainer"
+        raise UsageError(
+            "DPA851", f"{path}: a configuration of verl's {what}.",
+            "Name one of a PPO trainer: what doctor knows is about these.",
+        )  # fmt: skip
+
+
+def _empty(path: Path) -> UsageError:
+    return UsageError(
+        "DPA851", f"{path}: the file is empty, so there is nothing to judge.", COMPOSE
+    )
 
 
 def _apply(config: DictConfig, override: str) -> None:

@@ -11,8 +11,10 @@ from dataproto_audit.doctor.advice import advice
 from dataproto_audit.doctor.arithmetic import lines, problems
 from dataproto_audit.doctor.defects import defects_hit, defects_of
 from dataproto_audit.doctor.environment import environment, installed
-from dataproto_audit.doctor.planned import VERSIONS, is_ours, planned
+from dataproto_audit.doctor.keys import unknown
+from dataproto_audit.doctor.planned import VERSIONS, is_ours, not_composed, planned
 from dataproto_audit.doctor.problems import Problem
+from dataproto_audit.doctor.values import impossible
 
 
 def examine_environment() -> dict[str, Any]:
@@ -45,7 +47,8 @@ def examine(
     here = installed("verl")
     chosen = verl or (here if here in VERSIONS else None)
     plan = planned(path, overrides, version=chosen)
-    wrong = [*problems(plan), *defects_hit(plan)]
+    wrong = [*not_composed(plan), *unknown(plan, overrides), *impossible(plan), *problems(plan)]
+    wrong += defects_hit(plan)
     trainer = "V1" if plan.v1 else f"V0, {'engine' if plan.engine else 'legacy'} workers"
     return {
         "config": config,
@@ -93,7 +96,8 @@ def environment_text(answer: dict[str, Any]) -> str:
     """What ``examine_environment`` found, for a terminal."""
     said = [f"{name:14} {version or '-'}" for name, version in answer["versions"].items()]
     attach = answer["attach"]
-    asked = {True: "1", False: "0", None: "not set"}[attach["DATAPROTO_AUDIT"]]
+    told = attach["DATAPROTO_AUDIT"]
+    asked = {True: "1", False: "0", None: "not set"}.get(told, f"wrong: {told}")
     said += [
         f"trainer: {answer['trainer']}",
         f"can be checked: {answer['checkable']}",
@@ -103,7 +107,7 @@ def environment_text(answer: dict[str, Any]) -> str:
         f"{'found' if attach['entry_point'] else 'not found'}, plugin "
         f"{'importable' if attach['plugin'] else 'not importable'})",
     ]
-    said += [attach["wrong"]] if attach["wrong"] else []
+    said += [attach["wrong"] or attach["remedy"]] if attach["wrong"] or attach["remedy"] else []
     for part in answer["parts"]:
         lacks = f"missing {', '.join(part['missing'])}: {part['install']}"
         said.append(f"{part['part']}: {lacks if part['missing'] else 'ready'}")

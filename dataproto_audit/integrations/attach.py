@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
+from dataclasses import asdict
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -47,11 +48,17 @@ _LIVE: list[Attachment] = []
 
 
 class Attachment:
-    """An audit that is attached; leaving the block, or :meth:`detach`, ends it."""
+    """An audit that is attached; leaving the block, or :meth:`detach`, ends it.
+
+    Of several attachments to one trainer the first one audits it, with its settings. The others
+    show what it sees (:attr:`observed`); ending them ends nothing of the first one's.
+    """
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.runs: list[VerlRun] = []
+        self._others: list[VerlRun] = []
+        """Runs of earlier attachments, of trainers that this one was to audit, too."""
         self._patches = Patches()
         self._hooks: list[OnImport] = []
         self._workers: Workers | None = None
@@ -72,7 +79,7 @@ class Attachment:
     def observed(self) -> Counter[str]:
         """Boundaries seen so far, by ``stage.before`` and ``stage.after``."""
         total: Counter[str] = Counter()
-        for run in self.runs:
+        for run in (*self.runs, *self._others):
             session = run.session or run.closed
             if session is not None:
                 total.update(session.observed)
@@ -124,6 +131,18 @@ class Attachment:
         if self not in _LIVE:
             _LIVE.append(self)
 
+    def join(self, run: VerlRun) -> None:
+        """Look on at a run of an earlier attachment, and say which settings have no effect."""
+        if run in (*self.runs, *self._others):  # constructors may call one another
+            return
+        self._others.append(run)
+        mine, theirs = asdict(self.options), asdict(run.options)
+        lost = ", ".join(f"{k}={v!r}" for k, v in mine.items() if v != theirs[k])
+        log.warning(
+            "This trainer is audited already: the first attachment and its settings stay until "
+            "that one ends%s.", f"; without effect are {lost}" if lost else "",
+        )  # fmt: skip
+
 
 class _Made:
     """Around the constructor of the trainer class."""
@@ -138,9 +157,14 @@ class _Made:
         pass
 
     def after(self, args: Args, kwargs: Kwargs, result: Any) -> Any:
-        if args and _attached_to(args[0]) is None and self._attachment.options.here():
+        mine = self._attachment
+        earlier = _run_of(args[0]) if args else None
+        if args and mine.options.here():
             try:
-                self._attachment.take(args[0])
+                if earlier is None:
+                    mine.take(args[0])
+                else:
+                    mine.join(earlier)
             except Exception as error:  # fail-open by design
                 log.error("DPA904 attaching failed inside dataproto-audit; training goes on.",
                           exc_info=error)  # fmt: skip
@@ -162,7 +186,7 @@ def attach(
     Args:
         trainer: a constructed ``RayPPOTrainer`` of verl (0.7.1; 0.9.1 with
             ``trainer.use_v1=False``), a ``PPOTrainer`` of 0.9.1 (V1, its default) or a subclass;
-            None waits for one.
+            None waits for one. One that is audited already stays with its first attachment.
         config: a YAML file with settings.
         settings: see :class:`~dataproto_audit.integrations.options.Options`; they win over
             ``DATAPROTO_AUDIT_*`` variables, which win over ``config``.
@@ -176,24 +200,31 @@ def attach(
         attachment = Attachment(chosen)
         attachment.wait()
         return attachment
+    if isinstance(trainer, type):
+        raise UsageError(
+            "DPA859", f"{trainer.__name__} is a class, and a trainer made of it is needed.",
+            "Pass the object, or call attach() without one before it is made.",
+        )  # fmt: skip
+    if not callable(getattr(type(trainer), "fit", None)):  # hooks go by what the class defines
+        raise UsageError(
+            "DPA859", f"{type(trainer).__name__} is no trainer that can be attached to: its class "
+            "has no fit.", "Pass verl's RayPPOTrainer or, in 0.9, its PPOTrainer.",
+        )  # fmt: skip
     lacking = _lacking(trainer, NEEDED)
     if lacking and _lacking(trainer, NEEDED_V1):
         raise UsageError(
             "DPA859", f"{type(trainer).__name__} is no trainer that can be attached to: it has no "
             f"{', '.join(lacking)}.", "Pass verl's RayPPOTrainer or, in 0.9, its PPOTrainer.",
         )  # fmt: skip
-    earlier = _attached_to(trainer)
+    attachment, earlier = Attachment(chosen), _run_of(trainer)
     if earlier is not None:
-        log.warning("This trainer is audited already; the settings of the first call stay.")
-        return earlier
-    attachment = Attachment(chosen)
-    if chosen.here():
+        attachment.join(earlier)
+    elif chosen.here():
         attachment.take(trainer)
     return attachment
 
 
-def _attached_to(trainer: Any) -> Attachment | None:
-    for attachment in _LIVE:
-        if any(run.trainer is trainer and run.attached for run in attachment.runs):
-            return attachment
-    return None
+def _run_of(trainer: Any) -> VerlRun | None:
+    """What audits ``trainer`` already."""
+    runs = (run for attachment in _LIVE for run in attachment.runs)
+    return next((run for run in runs if run.trainer is trainer and run.attached), None)

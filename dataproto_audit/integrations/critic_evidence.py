@@ -37,8 +37,12 @@ def critic_losses(
     told = [answer.told["losses"] for answer in answers]
     if not all(told) or len({len(losses) for losses in told}) > 1:
         return [], "the critic's workers did not tell of the same mini-batches"
-    if mode != TOKEN_MEAN or critic.get("loss_scale_factor") or clip is None:
-        return [], f"the critic's loss is a {mode} whose count is not known"
+    if mode != TOKEN_MEAN:
+        return [], f"the critic's loss is a {mode}, whose count no micro-batch holds"
+    if critic.get("loss_scale_factor"):
+        return [], "critic.loss_scale_factor is set, and the scaled loss is not recomputed"
+    if clip is None:
+        return [], "critic.cliprange_value is not set, and the loss is clipped by it"
     full = str(computed_in(at(config, "actor_rollout_ref") or {})).removeprefix("torch.") in FULL
     if full and max(part["eps"] for losses in told for part in losses) > FLOAT32:
         return [], "the critic computes in half precision and the actor does not"

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from dataproto_audit.batch import BatchView
-from dataproto_audit.checker import check, check_union
+from dataproto_audit.checker import check_union
+from dataproto_audit.checker.entering import EARLY, check_entering
 from dataproto_audit.codes import RunError, UsageError
 from dataproto_audit.contracts.stages import STAGES
 from dataproto_audit.dump.trace import TRACE_DIR, TraceWriter
 from dataproto_audit.dump.trace_format import BOUNDARY, step_folder
 from dataproto_audit.findings import Finding
+from dataproto_audit.integrations.announce import text_of
 from dataproto_audit.probes import Settings
 
 MAX_TOLD = 3
@@ -67,7 +69,9 @@ def diagnosis(
     earlier: Iterable[Finding] = (),
 ) -> str:
     """What may have made ``stage`` raise: row counts that do not fit, then failed checks."""
-    lines = [_counts(batches, settings)] if len(batches) == 2 else [_division(batches, settings)]
+    lines = (
+        [_counts(batches, settings)] if len(batches) == 2 else [_division(stage, batches, settings)]
+    )
     found = [f for f in earlier if f.severity == "fail"]
     found += [f for f in _looked_at(stage, batches, settings) if f.severity == "fail"]
     told = {(f.code, f.field, f.actual): f for f in found}.values()
@@ -84,7 +88,7 @@ def _looked_at(stage: str, batches: Mapping[str, Any], settings: Settings) -> li
     found: list[Finding] = []
     for batch in batches.values():
         try:
-            found += check(batch, config=settings).findings
+            found += check_entering(stage, batch, settings=settings).findings
         except UsageError:
             continue
     later = list(STAGES).index(stage) if stage in STAGES else len(STAGES)
@@ -106,8 +110,13 @@ def _counts(batches: Mapping[str, Any], settings: Settings) -> str:
     return f"{a} rows ({left_name}) vs {b} ({right_name})"
 
 
-def _division(batches: Mapping[str, Any], settings: Settings) -> str:
-    """Rows that do not divide over ranks and micro-batches, as some workers demand."""
+def _division(stage: str, batches: Mapping[str, Any], settings: Settings) -> str:
+    """Rows that do not divide over ranks and micro-batches, as some workers demand.
+
+    They are those of the sampled batch: prompts are fewer, and nobody cuts them so.
+    """
+    if stage in EARLY:
+        return ""
     ranks = settings.world_size or 1
     for batch in batches.values():
         rows = BatchView.of(batch).rows
@@ -120,7 +129,7 @@ def _division(batches: Mapping[str, Any], settings: Settings) -> str:
 
 def brief(error: BaseException) -> str:
     """Kind and last line of an error: what Ray hands on holds the whole trace of a worker."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text_of(error)).strip()
     last = text.splitlines()[-1].strip() if text else ""
     kind = type(error).__name__
     return f"{kind}: {last[:300]}" if last else kind

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from dataproto_audit.integrations.announce import text_of
 from dataproto_audit.integrations.verl_settings import at
 
 Config = Mapping[str, Any]
@@ -81,7 +82,7 @@ def known_crash(version: str, stage: str, error: BaseException, config: Config) 
     """
     kinds = " ".join(cls.__name__ for cls in type(error).__mro__)
     for crash in CRASHES:
-        fits = crash.kind in kinds and crash.text in str(error)
+        fits = crash.kind in kinds and crash.text in text_of(error)
         if (
             fits
             and version in crash.versions

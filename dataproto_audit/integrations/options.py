@@ -3,8 +3,8 @@
 What a call says wins over ``DATAPROTO_AUDIT_*`` variables, these over the file that
 ``DATAPROTO_AUDIT_CONFIG`` (or ``config=``) names, and that over the defaults. Names are the same
 everywhere: ``every_n_steps=10``, ``DATAPROTO_AUDIT_EVERY_N_STEPS=10``, ``every_n_steps: 10``.
-Lists are written with commas in a variable. ``DATAPROTO_AUDIT`` itself switches the plugin on
-(``1``) or off (``0``).
+Lists are written with commas in a variable, and an empty one counts as not set.
+``DATAPROTO_AUDIT`` itself switches the plugin on (``1``) or off (``0``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataproto_audit.policy import load_policy, read_yaml
 
 PREFIX = "DATAPROTO_AUDIT_"
 ON = ("1", "true", "on", "yes")
-OFF = ("0", "false", "off", "no", "")
+OFF = ("0", "false", "off", "no")
 CHOICES = {"level": ("off", "shape", "full"), "on_fail": ("raise", "warn", "record")}
 STAGES = (
     "prompts", "rollout", "union", "balance", "reward", "old_log_prob", "ref_log_prob", "values",
@@ -37,7 +37,8 @@ class Options:
 
     ``stages`` and ``ranks`` empty mean all; ``ranks`` counts where a process has a rank (variable
     ``RANK``), which the driver has not. ``rows`` larger than 0 looks at about that many rows of a
-    step, in whole groups. ``run_dir`` empty means ``reports/verl-<experiment>-<time>``.
+    step, in whole groups. ``run_dir`` empty means ``reports/verl-<experiment>-<time>``; one that
+    a run has written into already is kept, and ``run_dir-2``... is written beside it.
     ``trace`` is what is recorded of the batches (docs/traces.md), or ``off``.
     ``workers`` looks into verl's workers, too; with it, a stage of theirs in which nothing moves
     for ``hang_timeout_s`` is reported (0: only on SIGUSR1).
@@ -74,9 +75,10 @@ KNOWN = tuple(f.name for f in fields(Options))
 
 
 def switched_on(environ: Mapping[str, str] | None = None) -> bool | None:
-    """What ``DATAPROTO_AUDIT`` says; None where it is not set, :class:`UsageError` for nonsense."""
+    """What ``DATAPROTO_AUDIT`` says; None where it is not set or empty, :class:`UsageError` for
+    nonsense."""
     value = (os.environ if environ is None else environ).get("DATAPROTO_AUDIT")
-    if value is None:
+    if value is None or not value.strip():
         return None
     return bool(_flag("DATAPROTO_AUDIT", value))
 
@@ -92,13 +94,15 @@ def options(
     own = {
         name.removeprefix(PREFIX).lower(): value
         for name, value in environ.items()
-        if name.startswith(PREFIX) and not name.startswith(f"{PREFIX}TEST_")
+        if name.startswith(PREFIX) and not name.startswith(f"{PREFIX}TEST_") and value.strip()
     }
     path = config or own.pop("config", "")
     own.pop("config", None)
     found = Options()
     if path:
-        found = _with(found, read_yaml(Path(path), keys=KNOWN), lambda name: f"{path}: {name}")
+        found = _with(
+            found, read_yaml(Path(path).expanduser(), keys=KNOWN), lambda name: f"{path}: {name}"
+        )
     found = _with(found, own, lambda name: f"{PREFIX}{name.upper()}")
     return _with(found, {k: v for k, v in told.items() if v is not None}, lambda name: name)
 
@@ -127,21 +131,29 @@ def _value(name: str, value: Any, place: str) -> Any:
     if name == "trace":
         word = _word(value)
         if word != "off":
-            Retention.parse(word, key=place)
+            _retention(word, place)
         return word
     if name == "policy" and value:
-        load_policy(str(value))  # refused here, not where training runs
+        load_policy(os.path.expanduser(str(value)))  # refused here, not where training runs
     if name == "stages":
         return tuple(_chosen(place, item, STAGES) for item in _items(value))
     if name == "ranks":
         return tuple(_count(place, item, least=0) for item in _items(value))
     if isinstance(value, (str, os.PathLike)):
-        return os.fspath(value)
+        return os.path.expanduser(os.fspath(value))  # "~" means nothing to the file system
     raise UsageError("DPA851", f"{place}={value!r} is no path.", "Give a path as text.")
 
 
+def _retention(word: str, place: str) -> None:
+    try:
+        Retention.parse(word, key=place)
+    except UsageError as error:
+        remedy = f"{error.remedy.rstrip('.')}, or off."
+        raise UsageError(error.code, error.message, remedy) from error
+
+
 def _word(value: Any) -> str:
-    return "off" if value is False else str(value)  # YAML reads a bare off as false
+    return "off" if value is False else str(value).strip()  # YAML reads a bare off as false
 
 
 def _items(value: Any) -> list[Any]:
@@ -160,8 +172,7 @@ def _flag(place: str, value: Any) -> bool:
     word = str(value).strip().lower()
     if word in ON or word in OFF:
         return word in ON
-    listed = ", ".join(word or "(empty)" for word in (*ON, *OFF))
-    raise UsageError("DPA851", f"{place} is {value!r}.", f"Choose from {listed}.")
+    raise UsageError("DPA851", f"{place} is {value!r}.", f"Choose from {', '.join((*ON, *OFF))}.")
 
 
 def _count(place: str, value: Any, *, least: int) -> int:

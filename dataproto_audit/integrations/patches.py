@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import sys
 from asyncio import get_running_loop
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+log = logging.getLogger("dataproto_audit")
 
 _PATCH = "_dataproto_audit_patch"
 """Attribute of our functions that holds their patch."""
@@ -166,7 +169,11 @@ def _told(around: Around, args: Args, kwargs: Kwargs) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        around.raised(args, kwargs, error)
+        try:
+            around.raised(args, kwargs, error)
+        except Exception as ours:  # the same error goes on, whatever becomes of our look at it
+            log.error("DPA904 looking at an error of the trainer failed inside dataproto-audit; "
+                      "it goes on as it is.", exc_info=ours)  # fmt: skip
         raise
 
 

@@ -17,14 +17,19 @@ from typing import Any, TypeVar
 
 from dataproto_audit.auditor import Auditor
 from dataproto_audit.codes import CodedError, RunError
+from dataproto_audit.dump.layout import TABLES_DIR
 from dataproto_audit.dump.run_folder import RunFolder, default_run_dir
+from dataproto_audit.dump.streams import has_tables
 from dataproto_audit.dump.trace import TRACE_DIR, TraceWriter
+from dataproto_audit.dump.trace_disk import versions
 from dataproto_audit.dump.trace_format import step_name
 from dataproto_audit.findings import OUTCOME_KINDS, SEVERITIES, AuditError, Finding, When
 from dataproto_audit.integrations import flight
+from dataproto_audit.integrations.announce import Faults, say
 from dataproto_audit.integrations.cpu import CpuClock
 from dataproto_audit.integrations.options import Options
 from dataproto_audit.integrations.preserved import preserved_rng
+from dataproto_audit.integrations.run_dirs import REMEDY, fresh_folder
 from dataproto_audit.integrations.samples import RowSample
 from dataproto_audit.integrations.verl_settings import of_some_rows
 from dataproto_audit.policy import Policy, load_policy
@@ -32,6 +37,8 @@ from dataproto_audit.probes import Settings
 
 log = logging.getLogger("dataproto_audit")
 T = TypeVar("T")
+TOLD_OFF = 3
+"""Parts switched off that the last line names; the summary has all."""
 
 
 class Session:
@@ -47,6 +54,7 @@ class Session:
         """Boundaries by ``stage.when``."""
         self.off: dict[str, str] = {}
         """Parts of our own that failed and are switched off, with their error."""
+        self._faults = Faults()
         self.cpu_s, self._depth = 0.0, 0
         self.workers_cpu_s = 0.0
         """What the hooks in workers took, as these tell."""
@@ -71,10 +79,14 @@ class Session:
     def _folder(self, experiment: str, config: Mapping[str, Any]) -> RunFolder | None:
         path = Path(self.options.run_dir) if self.options.run_dir else default_run_dir(experiment)
         try:
-            return RunFolder.create(path, config=config)
-        except CodedError as error:  # in use, or not writable: checks go on without tables
-            log.error("%s Nothing is written; the checks go on.", error)
+            folder, why = fresh_folder(path, config=config)
+        except CodedError as error:  # not writable: checks go on without tables
+            log.error("%s %s NOTHING of this run is written, no tables and no trace; the checks "
+                      "go on. %s", error.code, error.message, REMEDY)  # fmt: skip
             return None
+        if why:
+            log.warning("%s It is kept as it is; this run is written into %s.", why, folder.path)
+        return folder
 
     def _trace(self, folder: RunFolder) -> TraceWriter:
         return TraceWriter(
@@ -89,6 +101,22 @@ class Session:
                 work(self.trace)
             except RunError as error:  # it costs the trace, not the run
                 log.error("DPA905 the trace is not complete: %s", error)
+
+    def started(self, what: str) -> None:
+        """Say once that the audit of ``what`` begins, how, and where it is written."""
+        options = self.options
+        told = [f"level {self.auditor.level}", f"on_fail {options.on_fail}"]
+        told += [f"every {options.every_n_steps} steps"] if options.every_n_steps > 1 else []
+        told += [f"stages {', '.join(options.stages)}"] if options.stages else []
+        told += [f"about {options.rows} rows a step"] if options.rows else []
+        told += ["workers, too"] if options.workers else []
+        version = versions().get("dataproto-audit", "(not installed)")
+        say(f"{version} audits {what}: {', '.join(told)}; {self._written()}")
+
+    def _written(self) -> str:
+        if self.folder is not None:
+            return f"tables in {self.folder.path}"
+        return "NOTHING is written" if self.options.tables else "no tables, as asked for"
 
     # -- steps and boundaries ----------------------------------------------------------------------
 
@@ -178,11 +206,13 @@ class Session:
         except AuditError:
             raise
         except Exception as error:  # fail-open by design
-            self.off[name] = f"{type(error).__name__}: {error}"
-            log.error(
-                "DPA904 %s failed inside dataproto-audit and is switched off; training goes on.",
-                name, exc_info=error,
-            )  # fmt: skip
+            self.off[name] = flight.brief(error)
+            if self._faults.are_news(error):
+                log.error(
+                    "DPA904 %s failed inside dataproto-audit and is switched off; training goes "
+                    "on. Further parts that fail so are counted when the run ends.", name,
+                    exc_info=error,
+                )  # fmt: skip
             if hasattr(self, "auditor"):
                 self.auditor.unseen()
             return default
@@ -237,17 +267,32 @@ class Session:
             self._traced(lambda trace: trace.end_step(ended="broken_off"))
         with suppress(AuditError):  # it has been raised, or has nobody left to stop
             self.close_step(self._step, {})
-        summary = {**self.summary(), **more}
+        summary, where = {**self.summary(), **more}, None
         if self.folder is not None:
             folder, self.folder = self.folder, None
             self._traced(lambda trace: trace.close())
             summary |= self._cpu()  # the last steps were written just now
+            summary["wall_s"] = time.monotonic() - self._began
             try:
                 folder.finish(summary)
             except (RunError, OSError) as error:
                 log.error("DPA903 the tables could not be closed: %s", error)
-        log.info(
-            "audited %(steps)s steps, %(boundaries)s boundaries: %(findings)s; "
-            "%(audit_cpu_share).1f %% of the run's CPU time",
-            {**summary, "audit_cpu_share": 100 * summary["audit_cpu_share"]},
-        )  # fmt: skip
+            where = folder.path
+        say(_last_line(summary, written=where is not None and has_tables(where / TABLES_DIR)))
+
+
+def _last_line(summary: Mapping[str, Any], *, written: bool) -> str:
+    """What a run that ended was, in one line; ``written``: there are tables."""
+    outcomes = ", ".join(f"{n} {kind.replace('_', ' ')}" for kind, n in summary["outcomes"].items())
+    findings = ", ".join(f"{n} {severity}" for severity, n in summary["findings"].items())
+    told = f"{summary['steps']} steps, {summary['boundaries']} boundaries; checks: {outcomes}; " \
+           f"findings: {findings}; {100 * summary['audit_cpu_share']:.1f} % of the run's CPU " \
+           "time"  # fmt: skip
+    off = list(summary["switched_off"])
+    if off:
+        more = f" and {len(off) - TOLD_OFF} more" if len(off) > TOLD_OFF else ""
+        told += f"; switched off after an error of ours: {', '.join(off[:TOLD_OFF])}{more}"
+    where = summary["run_dir"]
+    if where and not written:
+        return f"{told}; NO tables are in {where}"
+    return f"{told}; " + (f"tables in {where}" if where else "nothing was written")

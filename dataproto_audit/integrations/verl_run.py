@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from dataproto_audit.codes import InternalError
 from dataproto_audit.findings import AuditError
 from dataproto_audit.integrations import flight, verl_v0
+from dataproto_audit.integrations.announce import Faults
 from dataproto_audit.integrations.known_crashes import known_crash
 from dataproto_audit.integrations.options import Options
 from dataproto_audit.integrations.patches import Patches
@@ -68,7 +69,9 @@ class VerlRun:
         self._entered = ""
         self._last: Any = None
         self._told: BaseException | None = None
-        self._off: set[str] = set()
+        self._off: dict[str, str] = {}
+        """Parts that failed while no session was open, with their error."""
+        self._faults = Faults()
         self._looked = 0
         """Steps of training that were looked at and logged."""
 
@@ -164,6 +167,7 @@ class VerlRun:
         self.session = Session(
             options, settings_of(self.trainer), experiment=f"verl-{name}", config=config
         )
+        self.session.started(f"{type(self.trainer).__name__} of verl {self.version.number}")
         if options.workers and (self.session.folder is not None or not options.tables):
             self.ranks = RankEvidence(options, config)
             self.guarded("workers", self.ranks.start, None)
@@ -190,6 +194,7 @@ class VerlRun:
             }  # fmt: skip
             if error is not None:
                 more["error"] = flight.brief(error)
+            session.off = {**self._off, **session.off}
             session.guarded("finish", lambda: session.finish(more), None)
             self.closed = session
 
@@ -222,9 +227,10 @@ class VerlRun:
         try:
             return work()
         except Exception as error:  # fail-open by design
-            self._off.add(name)
-            log.error("DPA904 %s failed inside dataproto-audit; training goes on without it.",
-                      name, exc_info=error)  # fmt: skip
+            self._off[name] = flight.brief(error)
+            if self._faults.are_news(error):
+                log.error("DPA904 %s failed inside dataproto-audit; training goes on without it.",
+                          name, exc_info=error)  # fmt: skip
             return default
 
     # -- what the calls report ---------------------------------------------------------------------

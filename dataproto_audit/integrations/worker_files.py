@@ -5,10 +5,12 @@ verl's metrics and batches, on one path even only from some of the ranks, and a 
 take ours out again would change the training. A file is there when the worker's call returns, it is
 there after a rank has died, too, and notes can be read while a call hangs.
 
-The folder is ``ranks`` in ``run_dir``. Without that option it is one of this machine's temporary
-folders, named by Ray's job; runs on several nodes need ``run_dir`` on a file system that all of
-them share. Files are replaced at once and without waiting for the disk; :meth:`Exchange.remove`
-deletes the folder when the run ends.
+The folder is ``ranks-<job>`` in ``run_dir``, named by Ray's job (``ranks`` without Ray), so that a
+run that still goes on in there is not disturbed. Without that option it is one of this machine's
+temporary folders; runs on several nodes need ``run_dir`` on a file system that all of them share.
+That a second run into ``run_dir`` writes its tables beside it changes nothing here: workers know
+the option only. Files are replaced at once and without waiting for the disk;
+:meth:`Exchange.remove` deletes the folder when the run ends.
 """
 
 from __future__ import annotations
@@ -54,15 +56,16 @@ class Answer:
 
 def exchange_for(options: Options) -> Exchange:
     """The folder of this run; the same for its driver and its workers."""
-    if options.run_dir:
-        return Exchange(Path(options.run_dir).absolute() / NAME)
     ray: Any = sys.modules.get("ray")
-    job = "local"
+    job = ""
     if ray is not None and ray.is_initialized():
         context = ray.get_runtime_context()
         job = f"{context.gcs_address}-{context.get_job_id()}"
     safe = re.sub(r"[^A-Za-z0-9.]+", "-", job)
-    return Exchange(Path(tempfile.gettempdir()) / f"dataproto-audit-{os.getuid()}-{safe}")
+    if options.run_dir:
+        return Exchange(Path(options.run_dir).absolute() / f"{NAME}-{safe}".rstrip("-"))
+    folder = f"dataproto-audit-{os.getuid()}-{safe or 'local'}"
+    return Exchange(Path(tempfile.gettempdir()) / folder)
 
 
 class Exchange:

@@ -3,7 +3,7 @@
 import importlib
 import random
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -61,10 +61,51 @@ def test_attaching_twice_is_attaching_once(
 ) -> None:
     trainer = make(verl)
     with attach(trainer, tables=False) as one:
-        assert attach(trainer, level="shape") is one
+        other = attach(trainer, level="shape", tables=False)
         trainer.fit()
     assert "audited already" in caplog.text
-    assert one.observed["advantage.after"] == 1
+    assert "without effect are level='shape'." in caplog.text
+    assert one.observed["advantage.after"] == other.observed["advantage.after"] == 1
+    assert other.runs == []
+
+
+def test_a_block_inside_does_not_end_the_attachment_around_it(
+    verl: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    with attach(tables=False) as waiting:
+        first = make(verl)
+        with attach(first, tables=False) as inner:
+            first.fit()
+        assert inner.observed["advantage.after"] == 1
+        first.fit()
+        second = make(verl)
+        second.fit()
+        assert waiting.observed["advantage.after"] == 2  # the last run of each trainer
+        assert waiting.observed["sync_weights.after"] == 4
+    assert "without effect" not in caplog.text
+    assert "fit" not in vars(first)
+
+
+def test_two_that_wait_are_told_apart_by_who_came_first(
+    verl: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    with attach(tables=False) as outer:
+        with attach(tables=False, every_n_steps=2) as inner:
+            trainer = make(verl)
+        trainer.fit()
+        assert outer.observed["advantage.after"] == inner.observed["advantage.after"] == 1
+        assert "without effect are every_n_steps=2." in caplog.text
+        make(verl).fit()
+        assert outer.observed["advantage.after"] == 2
+    assert inner.observed["advantage.after"] == 1
+
+
+def test_one_that_came_later_audits_once_the_first_has_ended(verl: ModuleType) -> None:
+    trainer = make(verl)
+    attach(trainer, tables=False).detach()
+    with attach(trainer, tables=False) as second:
+        trainer.fit()
+    assert second.observed["advantage.after"] == 1
 
 
 def test_two_trainers_are_told_apart(verl: ModuleType) -> None:
@@ -166,6 +207,13 @@ def test_other_objects_are_refused() -> None:
     assert "PPOTrainer" in str(caught.value)
 
 
+def test_a_class_is_refused(verl: ModuleType) -> None:
+    with pytest.raises(UsageError, match="RayPPOTrainer is a class") as caught:
+        attach(verl.RayPPOTrainer)
+    assert caught.value.code == "DPA859"
+    assert "attach() without one" in str(caught.value)
+
+
 def test_wrong_settings_are_refused(verl: ModuleType) -> None:
     trainer = make(verl)
     with pytest.raises(UsageError, match="on_fail"):
@@ -242,6 +290,25 @@ def test_an_error_of_ours_is_told_once_and_training_goes_on(
     assert told
     assert len(told) == len(set(told))
     assert attached.runs[0].closed is None or attached.runs[0].closed.off
+
+
+def test_a_fault_of_ours_at_every_boundary_is_told_once(
+    verl: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(Auditor, "boundary", lambda *_, **__: 1 / 0)
+    trainer = make(verl, steps=2)
+    with attach(trainer, run_dir="run"):
+        trainer.fit()
+    assert len([r for r in caplog.records if "DPA904" in r.getMessage()]) == 1
+    off = open_run("run").summary["switched_off"]
+    assert len(off) > 10
+    assert set(off.values()) == {"ZeroDivisionError: division by zero"}
+    [end] = [line for line in capsys.readouterr().err.splitlines() if "switched off" in line]
+    assert end.count("boundary ") == 3
+    assert f" and {len(off) - 3} more" in end
 
 
 def test_our_start_failing_does_not_stop_training(
@@ -338,3 +405,12 @@ def test_a_sample_still_finds_what_it_holds(verl: ModuleType) -> None:
     with attach(trainer, run_dir="run", rows=8):
         trainer.fit()
     assert "old_log_prob" in {f.stage for f in open_run("run").findings() if f.severity == "fail"}
+
+
+def test_an_object_whose_class_has_no_fit_is_refused() -> None:
+    call = lambda *_: None  # noqa: E731 - four names for one stand-in
+    made = SimpleNamespace(fit=call, _get_gen_batch=call, _compute_old_log_prob=call,
+                           _update_actor=call)  # fmt: skip
+    with pytest.raises(UsageError, match="its class has no fit") as caught:
+        attach(made)
+    assert caught.value.code == "DPA859"

@@ -17,6 +17,8 @@ import pytest
 import torch
 
 from dataproto_audit import attach, open_run
+from dataproto_audit.dump.trace import Trace
+from dataproto_audit.dump.trace_meta import place_of
 from dataproto_audit.integrations import verl_versions
 from dataproto_audit.integrations.verl_run import VerlRun
 
@@ -153,6 +155,27 @@ def test_fields_of_a_custom_agent_loop_are_let_through(verl: ModuleType) -> None
     run = audited(trainer)
     assert run.findings() == []
     assert {"value_heads", "halves", "trajectory", "turns"} <= set(run.summary["undeclared_fields"])
+
+
+def test_meta_that_holds_itself_is_recorded_without_end(
+    verl: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    def change(out: Any) -> None:
+        state: dict[str, Any] = {"turns": ["a turn of this length"] * 9}
+        state["parent"] = [state, state]
+        out.meta_info["loop"] = state
+
+    trainer = make(verl, **QUIET)
+    sampling(trainer, change)
+    run = audited(trainer)
+    assert run.findings() == []
+    assert "DPA90" not in caplog.text
+    boundaries = Trace("run").step(1).boundaries
+    told = [b for b in boundaries if "loop" in b.meta]
+    assert len(told) > 10
+    for boundary in told:
+        assert boundary.meta["loop"]["turns"] == ["a turn of this length"] * 9
+    assert sum(place_of(b.head["meta"]["loop"]) is None for b in told) == 1
 
 
 @pytest.mark.parametrize("name", ["rollout_log_probs", "__num_turns__"])

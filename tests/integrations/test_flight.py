@@ -228,3 +228,94 @@ def test_input_kept_twice_without_a_trace_goes_on(tmp_path: Path) -> None:
         "00_reward_before_not_finite", "01_update_actor_before_input",
     ]  # fmt: skip
     assert [b.view().rows for b in Trace(tmp_path).step(1).boundaries] == [2, 2]
+
+
+class Mute(Exception):
+    """An error that cannot be printed."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_an_error_that_cannot_be_printed_goes_on(
+    verl: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, error = make(verl), Mute()
+    trainer._compute_old_log_prob = raising(error)
+    assert fitted(trainer) is error
+    assert "verl raised in old_log_prob of step 1: Mute\n" in caplog.text
+    run = open_run("run")
+    assert run.finished
+    assert run.summary["error"] == "Mute"
+    assert not Path("run/.lock").exists()
+    assert brief(error) == "Mute"
+
+
+def test_an_unprintable_error_of_ours_does_not_reach_the_trainer(
+    verl: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dataproto_audit.auditor import Auditor
+
+    monkeypatch.setattr(Auditor, "boundary", raising(Mute()))
+    trainer = make(verl)
+    with attach(trainer, run_dir="run"):
+        trainer.fit()
+    assert len(trainer.trained) == 1
+    assert "Mute" in open_run("run").summary["switched_off"].values()
+
+
+def test_whatever_fails_while_an_error_is_looked_at_the_error_goes_on(
+    verl: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from dataproto_audit.integrations.verl_run import VerlRun
+
+    monkeypatch.setattr(VerlRun, "finish", raising(ZeroDivisionError("ours")))
+    trainer, error = make(verl), RuntimeError("theirs")
+    trainer._update_actor = raising(error)
+    attach(trainer, run_dir="run")
+    with pytest.raises(RuntimeError) as caught:
+        trainer.fit()
+    assert caught.value is error
+    assert "looking at an error of the trainer failed" in caplog.text
+    monkeypatch.undo()
+    from dataproto_audit.integrations import verl_run
+    from dataproto_audit.integrations.attach import _LIVE
+
+    verl_run.AT_WORK.clear()
+    for attachment in list(_LIVE):
+        attachment.detach()
+
+
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("name", ["_get_gen_batch", "generate_sequences"])
+def test_healthy_prompts_are_not_accused(
+    verl: ModuleType, caplog: pytest.LogCaptureFixture, name: str, step: int
+) -> None:
+    """Their uids are one a prompt, and they are fewer than the rows that workers share."""
+    from dataproto_audit.replay.replay import replay
+
+    trainer, error = make(verl, steps=2), RuntimeError("theirs")
+    owner = trainer if name == "_get_gen_batch" else trainer.async_rollout_manager
+    own = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if trainer.global_steps == step:
+            raise error
+        return own(*args, **kwargs)
+
+    setattr(owner, name, call)
+    assert fitted(trainer) is error
+    assert "Diagnosis: nothing wrong was found in its input (input " in caplog.text
+    assert [f for one in replay("run") for f in one.report.findings] == []
+
+
+def test_broken_prompts_are_accused(verl: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make(verl)
+
+    def broken(batch: Any, *_: Any, **__: Any) -> Any:
+        batch.non_tensor_batch["uid"] = batch.non_tensor_batch["uid"][:-1]
+        raise ValueError("theirs")
+
+    trainer.async_rollout_manager.generate_sequences = broken
+    fitted(trainer)
+    assert "uid" in caplog.text.split("Diagnosis:")[1]

@@ -90,10 +90,16 @@ def test_yaml_reads_a_bare_off_as_false(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [(None, None), ("1", True), ("on", True), ("0", False), ("", False)]
+    ("text", "value"),
+    [(None, None), ("1", True), ("on", True), ("0", False), ("", None), (" ", None)],
 )
 def test_the_switch(text: str | None, value: bool | None) -> None:
     assert switched_on({} if text is None else {"DATAPROTO_AUDIT": text}) is value
+
+
+@pytest.mark.parametrize("name", [*KNOWN, "config"])
+def test_an_empty_variable_counts_as_not_set(name: str) -> None:
+    assert options(environ={f"{PREFIX}{name.upper()}": ""}) == options(environ={})
 
 
 def test_a_wrong_switch_is_refused() -> None:
@@ -131,3 +137,28 @@ def test_a_policy_that_cannot_be_read_is_refused_where_it_is_named(tmp_path: Pat
     good = tmp_path / "policy.yaml"
     good.write_text("ignore: [DPA6]\n")
     assert options(environ={f"{PREFIX}POLICY": str(good)}).policy == str(good)
+
+
+def test_a_home_folder_is_meant_by_its_sign(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In a call, a file and a variable."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = tmp_path / "audit.yaml"
+    path.write_text("run_dir: ~/x\n")
+    told = [
+        options(environ={}, run_dir="~/x"),
+        options("~/audit.yaml", {}),
+        options(environ={"DATAPROTO_AUDIT_RUN_DIR": "~/x"}),
+    ]
+    assert {found.run_dir for found in told} == {str(tmp_path / "x")}
+
+
+def test_blanks_around_a_word_are_none_of_it() -> None:
+    environ = {"DATAPROTO_AUDIT_LEVEL": " shape", "DATAPROTO_AUDIT_TRACE": " off "}
+    assert (options(environ=environ).level, options(environ=environ).trace) == ("shape", "off")
+
+
+def test_the_modes_of_a_trace_are_listed_with_off() -> None:
+    with pytest.raises(UsageError, match=r"or off\."):
+        options(environ={"DATAPROTO_AUDIT_TRACE": "sometimes"})

@@ -164,9 +164,10 @@ def test_an_error_of_ours_is_logged_once_and_training_goes_on(
         patch.delitem(sys.modules, "transfer_queue")
         trainer.fit()
     assert len(trainer.trained) == 3
-    told = [m for m in caplog.messages if "DPA904" in m and "_update_actor" in m]
-    assert len(told) == 1
-    assert "_update_actor" in open_run("run").summary["switched_off"]
+    assert len([m for m in caplog.messages if "DPA904" in m]) == 1
+    off = open_run("run").summary["switched_off"]
+    assert len(off) > 1
+    assert "_update_actor" in off
 
 
 def test_an_error_of_verl_goes_on_and_its_input_is_kept(

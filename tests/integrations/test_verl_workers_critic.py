@@ -91,12 +91,13 @@ def test_values_of_another_column_are_found(told: Run) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"critic": {**CRITIC, "loss_agg_mode": "seq-mean-token-mean"}}, "count is not known"),
-        ({"critic": {"loss_agg_mode": "token-mean"}}, "count is not known"),
-        ({"critic": {**CRITIC, "loss_scale_factor": 100}}, "count is not known"),
+        ({"critic": {**CRITIC, "loss_agg_mode": "seq-mean-token-mean"}},
+         "seq-mean-token-mean, whose count no micro-batch holds"),
+        ({"critic": {"loss_agg_mode": "token-mean"}}, "critic.cliprange_value is not set"),
+        ({"critic": {**CRITIC, "loss_scale_factor": 100}}, "critic.loss_scale_factor is set"),
     ],
     ids=["rows", "no clip", "scaled"],
-)
+)  # fmt: skip
 def test_a_loss_of_another_kind_is_not_recomputed(
     told: Run, caplog: pytest.LogCaptureFixture, more: dict[str, Any], said: str
 ) -> None:

@@ -1,3 +1,5 @@
+import sys
+
 import numpy as np
 
 from dataproto_audit.integrations.options import Options
@@ -32,7 +34,33 @@ def test_answers_of_an_earlier_call_do_not_count(tmp_path):
     assert not tmp_path.exists()
 
 
-def test_driver_and_workers_agree_on_the_folder(tmp_path):
+def test_the_folder_is_that_of_rays_job(tmp_path, monkeypatch):
+    """Two jobs into one folder do not answer each other."""
+
+    class Ray:
+        gcs_address = "10.0.0.1:6379"
+        is_initialized = staticmethod(lambda: True)
+        job = "01000000"
+
+        @classmethod
+        def get_runtime_context(cls):
+            return cls
+
+        @classmethod
+        def get_job_id(cls):
+            return cls.job
+
+    monkeypatch.setitem(sys.modules, "ray", Ray)
+    one = exchange_for(Options(run_dir=str(tmp_path))).folder
+    assert one == tmp_path / "ranks-10.0.0.1-6379-01000000"
+    assert exchange_for(Options(run_dir=str(tmp_path))).folder == one
+    Ray.job = "02000000"
+    assert exchange_for(Options(run_dir=str(tmp_path))).folder != one
+    assert "02000000" in exchange_for(Options()).folder.name
+
+
+def test_driver_and_workers_agree_on_the_folder(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
     assert exchange_for(Options(run_dir=str(tmp_path))).folder == tmp_path / "ranks"
     assert exchange_for(Options()).folder == exchange_for(Options()).folder
     assert "dataproto-audit" in exchange_for(Options()).folder.name

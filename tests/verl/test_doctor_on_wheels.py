@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from dataproto_audit.codes import UsageError
+from dataproto_audit.doctor import examine, keys
+
+from .config_keys import OTHERS, configurations, listed
 from .configs import ENGINE
 from .runs import ROLES, python
 from .test_wheels import classes, functions, tree
@@ -68,6 +72,54 @@ def test_defects_that_a_configuration_would_hit_are_named(
     assert set(doctor("0.7.1", *overrides)) == hit
     assert number not in doctor("0.7.1", *neighbour)
     assert number not in doctor("0.9.1", *(o for o in overrides if "legacy" not in o))
+
+
+def test_the_known_keys_are_those_of_the_wheels() -> None:
+    """Otherwise ``python -m tests.verl.config_keys`` writes them again."""
+    assert keys.FILE.read_text(encoding="utf-8") == listed()
+
+
+@pytest.mark.parametrize("version", ["0.7.1", "0.9.1"])
+def test_no_configuration_of_a_wheel_has_an_unknown_or_impossible_key(version: str) -> None:
+    """Of its trainers; those of other programs are refused."""
+    for path in configurations(version):
+        if path.name in OTHERS:
+            with pytest.raises(UsageError, match="a configuration of verl's"):
+                examine(str(path), verl=version)
+            continue
+        problems = examine(str(path), verl=version)["problems"]
+        impossible = [
+            p for p in problems if p["code"] == "DPA851" and "takes its place" in p["text"]
+        ]
+        assert [p for p in problems if p["code"] == "DPA850"] + impossible == [], path.name
+
+
+@pytest.mark.parametrize("version", ["0.7.1", "0.9.1"])
+def test_the_known_names_are_those_of_the_wheels(version: str) -> None:
+    """Estimators as enumerated, losses as registered, aggregations and penalties as compared."""
+    module = tree(version, "verl/trainer/ppo/core_algos.py")
+    enum = classes(module)["AdvantageEstimator"]
+    assert {n.value.value for n in enum.body if isinstance(n, ast.Assign)} == set(keys.ESTIMATORS)  # type: ignore[attr-defined] # constants
+    losses = {
+        d.args[0].value  # type: ignore[attr-defined] # a constant, as the assertion shows
+        for function in functions(module).values()
+        for d in function.decorator_list
+        if isinstance(d, ast.Call) and getattr(d.func, "id", "") == "register_policy_loss"
+    }
+    values = keys.values(version)
+    assert losses == set(values[f"{ACTOR}.policy_loss.loss_mode"])
+
+    def compared(name: str, with_what: str) -> set[str]:
+        found = set()
+        for node in ast.walk(functions(module)[name]):
+            if isinstance(node, ast.Compare) and getattr(node.left, "id", "") == with_what:
+                texts = ast.walk(node.comparators[0])
+                found |= {n.value for n in texts if isinstance(n, ast.Constant)}
+        return found
+
+    assert compared("agg_loss", "loss_agg_mode") == set(values[f"{ACTOR}.loss_agg_mode"])
+    penalties = compared("kl_penalty_forward", "kl_penalty") - {"full"}  # which raises
+    assert {p.rstrip("+") for p in values["algorithm.kl_penalty"]} == penalties
 
 
 def test_no_agent_loop_of_0_7_1_reads_what_makes_a_baseline_greedy() -> None:
