@@ -10,6 +10,7 @@ import typer
 
 from dataproto_audit.codes import CodedError, UsageError
 from dataproto_audit.commands.output import (
+    CONFIG,
     AsJson,
     error_document,
     print_json,
@@ -33,7 +34,7 @@ def check(
     before: Annotated[Path | None, typer.Option(help="The batch at an earlier boundary.")] = None,
     history: Annotated[Path | None, typer.Option(help="Metrics of the steps, JSONL.")] = None,
     model: Annotated[str | None, typer.Option(help="Model folder to recompute with.")] = None,
-    config: Annotated[str | None, typer.Option(help="YAML with verl's or our names.")] = None,
+    config: Annotated[str | None, typer.Option(help=CONFIG)] = None,
     policy: Annotated[
         Path | None, typer.Option(help="What to report; default: pyproject.toml here.")
     ] = None,
@@ -64,7 +65,8 @@ def check(
         if as_json:
             print_json(made.to_dict())
         else:
-            print(printable(f"{made.label}\n{made.report}\n"))
+            untold = "".join(f"NOT CHECKED: {text}\n" for text in made.untold)
+            print(printable(f"{made.label}\n{untold}{made.report}\n"))
     if wrong or worst:
         raise typer.Exit(max(worst, int(wrong)))
 

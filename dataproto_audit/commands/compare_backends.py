@@ -313,7 +313,8 @@ def _more(entry: dict[str, Any]) -> str:
 def _of(entry: dict[str, Any], name: str) -> str:
     """A difference and the bound that it was judged by."""
     bound = entry["tolerance"].get(name)
-    return f"{entry[name]:.1e}" + ("" if bound is None else f" of {bound:.1e}")
+    blind = ", not judged" if name in entry.get("not_judged", ()) else ""
+    return f"{entry[name]:.1e}" + ("" if bound is None else f" of {bound:.1e}{blind}")
 
 
 def _value_text(entry: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ import typer
 from dataproto_audit.codes import CodedError
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+CONFIG = "YAML with verl's or our names, or 'adv_estimator=grpo n=8'."
 
 printed: list[None] = []
 """One entry for each document on stdout, so that an error is not a second one of one command."""

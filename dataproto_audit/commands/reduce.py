@@ -11,12 +11,22 @@ from typing import Annotated, Any
 import typer
 
 from dataproto_audit.codes import UsageError
-from dataproto_audit.commands.output import AsJson, print_json
+from dataproto_audit.commands.output import CONFIG, AsJson, print_json
 
 Source = Annotated[Path, typer.Argument(help="A trace, a run folder, or a saved batch.")]
-Code = Annotated[str | None, typer.Option(help="Finding to keep; default: the first loud one.")]
+
+
+def _code(given: str | None) -> str | None:
+    """A code as the catalogue writes it; codes of a user's own checks stay what they are."""
+    return given.upper() if given and given.upper().startswith("DPA") else given
+
+
+Code = Annotated[
+    str | None,
+    typer.Option(help="Finding to keep; default: the first loud one.", callback=_code),
+]
 Stage = Annotated[str | None, typer.Option(help="Stage of the finding.")]
-Config = Annotated[str | None, typer.Option(help="YAML with verl's or our names.")]
+Config = Annotated[str | None, typer.Option(help=CONFIG)]
 
 
 def register(app: typer.Typer) -> None:
@@ -42,6 +52,7 @@ def shrink(
 ) -> None:
     """Reduce a failing batch to a minimal one that still fails in the same way."""
     from dataproto_audit.replay import loading
+    from dataproto_audit.replay.bundle import size
     from dataproto_audit.replay.shrink import shrink as reduced
     from dataproto_audit.replay.written import refuse_taken, write_shrunk
 
@@ -68,10 +79,9 @@ def shrink(
     if as_json:
         print_json(answer)
         return
-    was = answer["before"]
     print(
-        f"{answer['code'] or predicate}: {was['rows']} rows and {was['tokens']} tokens shrunk to "
-        f"{answer['rows']} and {answer['tokens']}, in {answer['predicate_calls']} tries\n"
+        f"{answer['code'] or predicate}: {size(answer['before'])} shrunk to {answer['rows']} and "
+        f"{answer['tokens']}, in {answer['predicate_calls']} tries\n"
         f"  batch  {out}\n  test   {answer['test_file'] or 'none: a predicate is code of yours'}"
     )
 
@@ -89,14 +99,14 @@ def bundle(
 ) -> None:
     """Make a failing batch fit for a public issue: shrunk, ids renamed, text taken out."""
     from dataproto_audit.replay import loading
-    from dataproto_audit.replay.bundle import write_bundle
+    from dataproto_audit.replay.bundle import size, write_bundle
 
     recording = loading.recording_with(path, code=code, stage=stage, config=config)
     answer = write_bundle(recording, out, code=code, stage=stage, keep_text=keep_text)
     if as_json:
         print_json(answer)
         return
-    print(f"{answer['code']} in {answer['rows']} rows and {answer['tokens']} tokens: {out}")
+    print(f"{answer['code']} in {size(answer)}: {out}")
     for line in answer["removed"]:
         print(f"  taken out  {line}")
 

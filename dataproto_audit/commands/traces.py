@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dataproto_audit.codes import CodedError, UsageError
-from dataproto_audit.commands.output import AsJson, error_document, print_json, printable, say
+from dataproto_audit.commands.output import (
+    CONFIG,
+    AsJson,
+    error_document,
+    print_json,
+    printable,
+    say,
+)
 from dataproto_audit.commands.reduce import named_function
 
 if TYPE_CHECKING:
@@ -19,7 +26,7 @@ if TYPE_CHECKING:
 Model = Annotated[str | None, typer.Option("--model", help="Policy of the step, a model folder.")]
 RefModel = Annotated[str | None, typer.Option("--ref-model", help="Reference, a model folder.")]
 Sample = Annotated[int | None, typer.Option(help="Rows that the models score; default: all.")]
-Config = Annotated[str | None, typer.Option(help="YAML with verl's or our names.")]
+Config = Annotated[str | None, typer.Option(help=CONFIG)]
 PolicyFile = Annotated[
     Path | None, typer.Option("--policy", help="What to report; default: pyproject.toml here.")
 ]

@@ -79,8 +79,11 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """True when the run wrote its summary."""
-        return (self.path / SUMMARY).exists()
+        """True when the run wrote its summary, and no process is going on with it."""
+        if not (self.path / SUMMARY).exists():
+            return False
+        holder = holder_of(self.path)
+        return holder is None or holder.alive is False
 
     @property
     def last_step(self) -> int:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -116,8 +117,10 @@ class RunFolder:
 
         ``existing`` says what to do with a run that is there: ``refuse`` (``UsageError`` DPA801),
         ``overwrite`` (delete its files and the folders in ``also_owned``; files of others stay) or
-        ``resume`` (keep the tables up to step ``resume_after``, all of them when None). The lock of
-        a killed process is taken over by the last two, and where it left no run. A living holder
+        ``resume`` (keep the tables up to step ``resume_after``, all of them when None; the earlier
+        summary stays until :meth:`begin`, so a run that fails to start has not lost it, unless it
+        speaks of steps that were dropped). The lock
+        of a killed process is taken over by the last two, and where it left no run. A living holder
         is always DPA801; an unwritable folder is ``RunError`` DPA802. ``config`` is YAML text or a
         mapping.
         """
@@ -136,6 +139,8 @@ class RunFolder:
             try:
                 atomic_write_bytes(folder / CONFIG, _yaml(config).encode())
                 atomic_write_json(folder / ENVIRONMENT, environment())
+                if existing == "resume" and resume_after is not None:
+                    _drop_summary(folder / SUMMARY, resume_after)
             except BaseException:
                 tables.abandon()
                 raise
@@ -143,6 +148,13 @@ class RunFolder:
             lock.release()
             raise
         return cls(folder, tables, lock)
+
+    def begin(self) -> None:
+        """Take the earlier run's summary away: from here on the run is one that did not finish."""
+        try:
+            (self.path / SUMMARY).unlink(missing_ok=True)
+        except OSError as error:
+            raise storage_error(self.path, error) from error
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Close the tables, write ``summary.json`` and give the lock back.
@@ -231,8 +243,20 @@ def _prepare(
     if existing == "overwrite":
         _delete(folder, also_owned if there else ())
         return TableWriter(tables)
-    (folder / SUMMARY).unlink(missing_ok=True)  # a run that goes on is not finished
     return TableWriter(tables, resume=existing == "resume", resume_after=resume_after)
+
+
+def _drop_summary(path: Path, after: int) -> None:
+    """Delete a summary of more steps than the tables have been cut to."""
+    try:
+        said = json.loads(path.read_bytes()) if path.exists() else {}
+        steps = said.get("steps") if isinstance(said, dict) else None
+        if isinstance(steps, int) and steps > after:
+            path.unlink()
+    except ValueError:  # a damaged summary is told by who reads it
+        return
+    except OSError as error:
+        raise storage_error(path, error) from error
 
 
 def _delete(folder: Path, also_owned: Sequence[str]) -> None:

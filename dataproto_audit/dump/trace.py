@@ -17,6 +17,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from dataproto_audit.dump.trace_write import DEFAULT, Retention, TraceWriter
 
 __all__ = [
     "DEFAULT", "SCHEMA", "TRACE_DIR", "Boundary", "Opaque", "Retention", "Step", "Trace",
-    "TraceWriter", "find_trace", "is_trace", "write_step",
+    "TraceWriter", "find_trace", "is_trace", "named_boundary", "write_step",
 ]  # fmt: skip
 
 
@@ -95,11 +96,12 @@ def find_trace(path: Path) -> tuple[Path, int | None] | None:
     try:
         if not path.is_dir():
             return None
-        number = step_of_name(path.name)
+        whole = Path(os.path.abspath(path))  # a name may be relative, as seen from within a step
+        number = step_of_name(whole.name)
         if number is not None:
-            return path.parent, number
-        if (path / BOUNDARY).is_file() and step_of_name(path.parent.name) is not None:
-            return path.parent.parent, step_of_name(path.parent.name)
+            return (path if path.name == whole.name else whole).parent, number
+        if named_boundary(path):
+            return whole.parent.parent, step_of_name(whole.parent.name)
         for folder in (path, path / TRACE_DIR):
             if folder.is_dir() and any(step_of_name(p.name) is not None for p in folder.iterdir()):
                 return folder, None
@@ -108,6 +110,13 @@ def find_trace(path: Path) -> tuple[Path, int | None] | None:
             "DPA820", f"{path} cannot be read: {error.strerror}.", "Check its permissions."
         ) from error
     return None
+
+
+def named_boundary(path: str | Path) -> str | None:
+    """The boundary whose own folder ``path`` is; None for a trace, a step and all else."""
+    whole = Path(os.path.abspath(path))
+    inside = step_of_name(whole.parent.name) is not None
+    return whole.name if inside and (whole / BOUNDARY).is_file() else None
 
 
 def is_trace(path: str | Path) -> bool:

@@ -3,8 +3,10 @@
 A field whose row fingerprints, kind and shape are those of the boundary before is stored by
 reference; one whose rows only moved, as an index. Everything else is copied to the host at once,
 because its memory may be overwritten before it is written; of evidence and meta entries the plain
-containers are copied, and the tensors of evidence. Objects of non-tensor fields and tensors of meta
-entries are kept as references: one that is changed from within later is recorded as it is then.
+containers are copied, and the tensors of evidence. A meta entry of plain values that is what it was
+stays the very copy of the boundary before, to which the writer then refers. Objects of non-tensor
+fields and tensors of meta entries are kept as references: one that is changed from within later is
+recorded as it is then.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dataproto_audit.batch import BatchView
-from dataproto_audit.dump.trace_copy import copied
+from dataproto_audit.dump.trace_copy import copied, unchanged
 from dataproto_audit.dump.trace_format import STORABLE, Stored, boundary_name, dtype_name
 from dataproto_audit.dump.trace_json import is_storable
 from dataproto_audit.findings import Report, When
@@ -28,6 +30,7 @@ from dataproto_audit.storage import flat_parts, host_copy
 
 _LENGTH = np.uint64(0x9E3779B97F4A7C15)
 _PLAIN = frozenset({str, int, bool, float})
+_NEVER = object()
 Later = Callable[[], Sequence[str]]
 """What gives the row keys when they are written."""
 RowKeys = Sequence[str] | Callable[[], Sequence[str] | Later] | None
@@ -59,6 +62,7 @@ class Snapshot:
     report: Report
     opaque: tuple[str, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
+    gap: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -99,6 +103,7 @@ class StepDelta:
         self._alive: Any = None  # so that addresses of uids stay theirs
         self._keys_at = ""
         self._prompts: list[Any] = []
+        self._meta: dict[str, Any] = {}
         self._number = number
 
     def take(
@@ -118,7 +123,7 @@ class StepDelta:
         order, keys = self._rows(view, name, row_keys)
         made = Snapshot(
             name, stage, when, part, (view.rows, view.prompt, view.response), [], {}, {}, None,
-            keys, self._keys_at, copied(dict(view.meta), numbers=False),
+            keys, self._keys_at, self._meta_of(view),
             copied(dict(evidence or {})), report or Report(), (),
         )  # fmt: skip
         opaque = []
@@ -155,6 +160,15 @@ class StepDelta:
     def number(self) -> int:
         """Number of the next boundary."""
         return self._number
+
+    def _meta_of(self, view: BatchView) -> dict[str, Any]:
+        """Copies of the meta entries; of one that did not change, the copy that there is."""
+        now = {}
+        for name, value in view.meta.items():
+            known = self._meta.get(name, _NEVER)
+            now[name] = known if unchanged(known, value) else copied(value, numbers=False)
+        self._meta = {**self._meta, **now}
+        return now
 
     # -- rows --------------------------------------------------------------------------------------
 
@@ -222,7 +236,7 @@ class StepDelta:
         form, known, kept = (array.dtype, array.shape), self._known.get(name), array.copy()
         stored, moved = None, False
         if known is not None and known.objects is not None and known.form == form:
-            fits = order is not None and len(array) == len(order)
+            fits = order is not None and len(known.objects) == len(array) == len(order)
             if _alike(known.objects, array):
                 stored = known.stored
             elif fits and _identical(known.objects[order], array):
@@ -271,7 +285,7 @@ def _same(
         return None, False
     if known.hashes is hashes or np.array_equal(known.hashes, hashes):
         return known.stored, False
-    fits = order is not None and len(hashes) == len(order)
+    fits = order is not None and len(known.hashes) == len(hashes) == len(order)
     if fits and np.array_equal(known.hashes[order], hashes):
         return replace(known.stored, orders=(*known.stored.orders, here)), True
     return None, False

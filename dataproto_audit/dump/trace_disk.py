@@ -49,6 +49,7 @@ from dataproto_audit.dump.trace_format import (
     sum_of,
 )
 from dataproto_audit.dump.trace_json import Encoder
+from dataproto_audit.dump.trace_meta import MetaWriter
 
 _ERRNO = re.compile(r"os error (\d+)")
 _VERSIONS = ("dataproto-audit", "torch", "numpy", "tensordict", "transformers", "vllm", "verl")
@@ -67,6 +68,7 @@ class StepFiles:
         self._texts: dict[str, tuple[str, str]] = {}
         self._moved: dict[tuple[str, str], tuple[str, str]] = {}
         self._before: dict[str, Any] = {}
+        self._meta = MetaWriter()
         if after:
             self._before = whole_step(trace, step)
             self.names += self._before.get("boundaries", ())
@@ -83,6 +85,7 @@ class StepFiles:
         """Write one boundary."""
         place = self.folder / snapshot.name
         columns, encode = Encoder(prefix="#column"), Encoder(prefix="#value")
+        meta = self._meta(snapshot.name, snapshot.meta)
         objects = {
             name: text
             for name, text in ((n, _column(a, columns)) for n, a in snapshot.columns.items())
@@ -91,14 +94,14 @@ class StepFiles:
         tensors = {name: narrowed(tensor) for name, tensor in snapshot.tensors.items()}
         if snapshot.order is not None:
             tensors["#order"] = narrowed(torch.from_numpy(snapshot.order))
-        head = self._head(snapshot, encode)
-        head["opaque"] = sorted({*snapshot.opaque, *columns.opaque, *encode.opaque})
+        head = self._head(snapshot, meta.said, encode)
+        head["opaque"] = sorted({*snapshot.opaque, *columns.opaque, *meta.opaque, *encode.opaque})
         try:
             place.mkdir()
             fsync_folder(self.folder)
         except OSError as error:
             raise storage_error(place, error) from error
-        tensors |= columns.tensors | encode.tensors
+        tensors |= columns.tensors | meta.tensors | encode.tensors
         text = json.dumps(objects).encode()
         head["sums"] = {OBJECTS: sum_of(text), **{n: sum_of(t) for n, t in tensors.items()}}
         _save(tensors, place / TENSORS)
@@ -132,7 +135,7 @@ class StepFiles:
         at, key = self._moved.get((stored.at, stored.key), (stored.at, stored.key))
         return replace(stored, at=at, key=key).to_dict()
 
-    def _head(self, snapshot: Snapshot, encode: Encoder) -> dict[str, Any]:
+    def _head(self, snapshot: Snapshot, meta: Any, encode: Encoder) -> dict[str, Any]:
         rows, prompt, response = snapshot.sizes
         settings = {k: v for k, v in snapshot.settings.items() if v is not None}
         report = snapshot.report
@@ -143,6 +146,7 @@ class StepFiles:
             "stage": snapshot.stage,
             "when": snapshot.when,
             "part": snapshot.part,
+            **({"gap": True} if snapshot.gap else {}),
             "rows": rows,
             "prompt": prompt,
             "response": response,
@@ -152,7 +156,7 @@ class StepFiles:
             "settings": settings,
             "config_hash": hash_of(settings),
             "versions": versions(),
-            "meta": encode(snapshot.meta),
+            "meta": meta,
             "evidence": encode(snapshot.evidence),
             "outcomes": [[o.check, o.code, o.kind, o.reason] for o in report.outcomes],
             "findings": [finding.to_dict() for finding in report.findings],

@@ -29,6 +29,11 @@ def broken(path: Path, why: str) -> UsageError:
     )
 
 
+def reason(error: Exception) -> str:
+    """What an error says, without the code and the remedy of one of ours."""
+    return str(getattr(error, "message", error))
+
+
 class File(Mapping[str, Tensor]):
     """A safetensors file, opened when it is first asked. Raises DPA820 for a broken one.
 

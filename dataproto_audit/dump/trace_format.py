@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SCHEMA = 1
-"""Version of the format. A reader refuses newer ones; older ones stay readable."""
+SCHEMA = 2
+"""Version of the format. A reader refuses newer ones; older ones stay readable. In 1, each boundary
+held all of its meta entries."""
 KIND = "dataproto_audit.boundary"
 TRACE_DIR = "trace"
 TENSORS, OBJECTS, BOUNDARY, STEP = (

@@ -2,7 +2,8 @@
 
 Text, whole numbers, finite floats, booleans, None, lists and mappings with text keys are plain
 JSON. Everything else is ``{"$": kind, ...}``; tensors and arrays of numbers are hoisted out, to be
-stored as safetensors. What has no form here becomes an :class:`Opaque` that names its class.
+stored as safetensors. What has no form here becomes an :class:`Opaque` that names its class, a
+container inside itself among it.
 """
 
 from __future__ import annotations
@@ -34,42 +35,72 @@ def is_storable(dtype: np.dtype[Any]) -> bool:
     return dtype.kind in "OU" or (dtype.kind in _NUMBERS and dtype.itemsize <= 8)
 
 
+class TooLarge(ValueError):
+    """A value takes more than its encoder may spend."""
+
+
 @dataclass
 class Encoder:
-    """Encodes values; ``tensors`` are what was hoisted, ``opaque`` the classes left out."""
+    """Encodes values; ``tensors`` are what was hoisted, ``opaque`` the classes left out.
+
+    ``limit`` bounds about how many bytes a value may take, counted as often as it is written; more
+    is :class:`TooLarge`. 0 is no bound.
+    """
 
     prefix: str = "#"
     tensors: dict[str, Tensor] = field(default_factory=dict)
     opaque: set[str] = field(default_factory=set)
+    limit: int = 0
+    _spent: int = 0
+    _inside: list[int] = field(default_factory=list)
 
     def __call__(self, value: Any, depth: int = 0) -> Any:
         """``value`` as JSON."""
-        if value is None or type(value) in (str, int, bool):
+        kind = type(value)
+        if self.limit:
+            self._spend(len(value) if kind in (str, bytes) else 16)
+        if value is None or kind in (str, int, bool):
             return value
-        if type(value) is float:
+        if kind is float:
             return value if math.isfinite(value) else {"$": "float", "v": repr(value)}
         if depth > MAX_DEPTH:
             return self._opaque(value)
-        deeper = depth + 1
+        if not isinstance(value, (list, tuple, Mapping, np.ndarray)):
+            return self._leaf(value, depth + 1)
+        if id(value) in self._inside:
+            return self._opaque(value, " that holds itself")
+        self._inside.append(id(value))
+        try:
+            return self._container(value, depth + 1)
+        finally:
+            self._inside.pop()
+
+    def _spend(self, size: int) -> None:
+        self._spent += size
+        if self.limit and self._spent > self.limit:
+            raise TooLarge(f"more than {self.limit} bytes")
+
+    def _container(self, value: Any, depth: int) -> Any:
         if isinstance(value, Mapping):
-            return self._mapping(value, deeper)
-        if isinstance(value, (list, tuple)):
-            items = [self(item, deeper) for item in value]
-            return items if isinstance(value, list) else {"$": "tuple", "v": items}
+            return self._mapping(value, depth)
+        if isinstance(value, np.ndarray):
+            return self._array(value, depth)
+        items = [self(item, depth) for item in value]
+        return items if isinstance(value, list) else {"$": "tuple", "v": items}
+
+    def _leaf(self, value: Any, depth: int) -> Any:
         if isinstance(value, (set, frozenset)):
             kind = "set" if isinstance(value, set) else "frozenset"
-            return {"$": kind, "v": [self(item, deeper) for item in sorted(value, key=repr)]}
+            return {"$": kind, "v": [self(item, depth) for item in sorted(value, key=repr)]}
         if isinstance(value, (bytes, bytearray)):
             return {"$": "bytes", "v": base64.b64encode(value).decode()}
         if isinstance(value, Tensor):
             return self._tensor(value)
-        if isinstance(value, np.ndarray):
-            return self._array(value, deeper)
         if isinstance(value, np.generic):
-            return self._scalar(value, deeper)
+            return self._scalar(value, depth)
         if isinstance(value, (str, int, float)):  # of a class of their own: an enum, numpy's text
             plain = str if isinstance(value, str) else int if isinstance(value, int) else float
-            return self(plain(value), deeper)
+            return self(plain(value), depth)
         return self._opaque(value)
 
     def _mapping(self, value: Mapping[Any, Any], depth: int) -> Any:
@@ -102,13 +133,15 @@ class Encoder:
 
     def hoisted(self, tensor: Tensor) -> str:
         """Take ``tensor`` out and return the key it is stored under."""
+        self._spend(tensor.numel() * tensor.element_size())
         key = f"{self.prefix}{len(self.tensors)}"
         self.tensors[key] = narrowed(tensor)
         return key
 
-    def _opaque(self, value: Any) -> Any:
+    def _opaque(self, value: Any, more: str = "") -> Any:
         kind = type(value)
         name = value.name if isinstance(value, Opaque) else f"{kind.__module__}.{kind.__qualname__}"
+        name += more
         self.opaque.add(name)
         return {"$": "opaque", "v": name}
 

@@ -6,12 +6,10 @@ is checked before it is used. Fields are read lazily, whole or some rows of them
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -19,14 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dataproto_audit.batch import BatchView
-from dataproto_audit.dump.trace_file import File, broken, check_schema, read_json
+from dataproto_audit.dump.trace_file import File, broken, check_schema, read_json, reason
 from dataproto_audit.dump.trace_format import (
     BOUNDARY,
     KIND,
     MAX_BOUNDARIES,
     OBJECTS,
     STEP,
-    STORABLE,
     TENSORS,
     TRACE_DIR,
     Stored,
@@ -34,7 +31,9 @@ from dataproto_audit.dump.trace_format import (
     step_of_name,
     widened,
 )
+from dataproto_audit.dump.trace_head import refuse_head, stored_field, too_large
 from dataproto_audit.dump.trace_json import Decoder
+from dataproto_audit.dump.trace_meta import place_of
 from dataproto_audit.findings import When
 
 REMEDY = (
@@ -43,12 +42,6 @@ REMEDY = (
 )
 Rows = Sequence[int] | None
 _NOT_FINITE: dict[str, float] = {word: float(word) for word in ("nan", "inf", "-inf")}
-MOST_ROWS = 1 << 40
-HEAD_KINDS: dict[str, type] = {
-    "settings": dict, "sums": dict, "meta": dict, "evidence": dict, "row_keys": list,
-    "outcomes": list, "findings": list, "fields": list,
-}  # fmt: skip
-"""Entries of a boundary and what they are in JSON, where they are told."""
 
 
 @dataclass
@@ -74,6 +67,12 @@ class Boundary:
     def part(self) -> str:
         """Which of several batches at this boundary, '' for the only one."""
         return str(self.head.get("part") or "")
+
+    @property
+    def gap(self) -> bool:
+        """True where something was left out between this boundary and the one before; traces of
+        earlier versions do not tell."""
+        return self.head.get("gap") is True
 
     @property
     def rows(self) -> int:
@@ -103,8 +102,11 @@ class Boundary:
 
     @cached_property
     def meta(self) -> dict[str, Any]:
-        """Meta entries of the batch."""
-        return self._decoded("meta")
+        """Meta entries of the batch, those that lie at an earlier boundary among them."""
+        told = self.head.get("meta") or {}
+        if all(place_of(entry) is None for entry in told.values()):
+            return self._decoded("meta")
+        return {str(name): self.step.meta(self.name, name) for name in told}
 
     @cached_property
     def evidence(self) -> dict[str, Any]:
@@ -115,7 +117,9 @@ class Boundary:
         try:
             value = Decoder(self.step.file(self.name))(self.head.get(key) or {})
         except (ValueError, RecursionError) as error:
-            raise broken(self.step.folder / self.name, f"{key} cannot be read ({error})") from error
+            raise broken(
+                self.step.folder / self.name, f"{key} cannot be read ({reason(error)})"
+            ) from error
         return value if isinstance(value, dict) else {}
 
     @cached_property
@@ -166,7 +170,7 @@ class Step:
         self.ended = str(said.get("ended", "unfinished"))
         self.failed = bool(said.get("failed"))
         told = said.get("metrics") or {}
-        if not isinstance(told, dict) or any(map(_too_large, told.values())):
+        if not isinstance(told, dict) or any(map(too_large, told.values())):
             raise broken(folder, "its metrics are no numbers by name")
         self.metrics: dict[str, Any] = {str(k): _NOT_FINITE.get(str(v), v) for k, v in told.items()}
         """What the run measured in the step; NaN and infinities as numbers."""
@@ -175,6 +179,7 @@ class Step:
         self._files: dict[str, File] = {}
         self._objects: dict[str, dict[str, Any]] = {}
         self._whole: dict[tuple[Any, ...], Any] = {}
+        self._entries: dict[tuple[str, str], Any] = {}
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
@@ -199,6 +204,7 @@ class Step:
     def forget(self) -> None:
         """Let go of fields that were read."""
         self._whole.clear()
+        self._entries.clear()
         self._objects.clear()
         self._files.clear()
 
@@ -215,7 +221,7 @@ class Step:
         mark = (stored.at, stored.key, stored.orders, stored.dtype)
         if mark in self._whole and rows is None:
             found: Tensor = self._whole[mark]
-            return found
+            return _sized(found, stored, self.file(stored.at).path)
         wanted = self._origins(stored, rows)
         file, key = self.file(stored.at), stored.key
         try:
@@ -225,14 +231,10 @@ class Step:
                 read = widened(file.rows(key, wanted), stored.dtype)
         except (ValueError, IndexError, KeyError, RuntimeError) as error:
             raise broken(
-                file.path, f"the field {stored.name!r} cannot be read ({error})"
+                file.path, f"the field {stored.name!r} cannot be read ({reason(error)})"
             ) from error
         if rows is None:
-            expected = stored.shape[0] if stored.kind == "jagged" else stored.shape
-            actual = read.size(0) if stored.kind == "jagged" else tuple(read.shape)
-            if expected != actual:
-                raise broken(file.path, f"{stored.name!r} is {actual} and not {expected}")
-            self._whole[mark] = read
+            self._whole[mark] = _sized(read, stored, file.path)
         return read
 
     def array(self, stored: Stored, rows: Rows) -> NDArray[Any]:
@@ -246,9 +248,33 @@ class Step:
                 order = self._origins(stored, None)
                 self._whole[mark] = array if order is None else array[order]
             except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
-                raise broken(path, f"the field {stored.name!r} cannot be read ({error})") from error
+                raise broken(
+                    path, f"the field {stored.name!r} cannot be read ({reason(error)})"
+                ) from error
         found: NDArray[Any] = self._whole[mark]
+        if found.shape != stored.shape:
+            raise broken(
+                self.folder / stored.at, f"{stored.name!r} is {found.shape} and not {stored.shape}"
+            )
         return found if rows is None else found[list(rows)]
+
+    def meta(self, at: str, name: str) -> Any:
+        """One meta entry of boundary ``at``; where that only refers to one, what it refers to."""
+        entry = self[at].head["meta"][name]
+        home = place_of(entry)
+        if home is not None:
+            at, told = home, self[home].head.get("meta") or {}
+            if name not in told:
+                raise broken(self.folder / at, f"the meta entry {name!r} is missing")
+            entry = told[name]
+        if (at, name) not in self._entries:
+            try:
+                self._entries[at, name] = Decoder(self.file(at))(entry)
+            except (ValueError, RecursionError) as error:
+                raise broken(
+                    self.folder / at, f"the meta entry {name!r} cannot be read ({reason(error)})"
+                ) from error
+        return self._entries[at, name]
 
     def _column(self, name: str) -> dict[str, Any]:
         if name not in self._objects:
@@ -265,14 +291,18 @@ class Step:
                 wanted = order if wanted is None else order[wanted]
             except (ValueError, IndexError, KeyError) as error:
                 raise broken(
-                    self.folder / name, f"its order of rows is unusable ({error})"
+                    self.folder / name, f"its order of rows is unusable ({reason(error)})"
                 ) from error
         return wanted
 
 
-def _too_large(value: Any) -> bool:
-    """True for a whole number that no float holds."""
-    return isinstance(value, int) and abs(value) > sys.float_info.max
+def _sized(read: Tensor, stored: Stored, path: Path) -> Tensor:
+    """``read`` where it has the shape that the table of fields says; else DPA820."""
+    expected = stored.shape[:1] if stored.kind == "jagged" else stored.shape
+    actual = (read.size(0),) if stored.kind == "jagged" else tuple(read.shape)
+    if expected != actual:
+        raise broken(path, f"{stored.name!r} is {actual} and not {expected}")
+    return read
 
 
 def _array(column: Any, decode: Decoder) -> NDArray[Any]:
@@ -298,37 +328,13 @@ def _boundary(step: Step, name: str) -> Boundary:
     try:
         if head["kind"] != KIND or head["step"] != step.number:
             raise ValueError(f"it is of step {head['step']}, in the folder of step {step.number}")
-        _refuse_other_kinds(head)
-        fields = [_stored(step, entry) for entry in head["fields"]]
-    except (KeyError, TypeError, ValueError) as error:
-        raise broken(path, f"it is no boundary ({error})") from error
+        refuse_head(head, name, step)
+        fields = [stored_field(step, entry) for entry in head["fields"]]
+        if len({stored.name for stored in fields}) < len(fields):
+            raise ValueError("a field is there twice")
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise broken(path, f"it is no boundary ({reason(error)})") from error
     return Boundary(step, name, head, {stored.name: stored for stored in fields})
-
-
-def _refuse_other_kinds(head: Mapping[str, Any]) -> None:
-    """Raise ValueError where an entry of a boundary is of another kind than is written."""
-    rows = head["rows"]
-    if type(rows) is not int or not 0 <= rows < MOST_ROWS:
-        raise ValueError(f"rows is {str(rows)[:40]}")
-    for key, kind in HEAD_KINDS.items():
-        if not isinstance(head.get(key), (kind, NoneType)):
-            raise ValueError(f"{key} is of another kind")
-    if not all(isinstance(head[key], str) for key in ("stage", "when")):
-        raise ValueError("stage or when is no text")
-
-
-def _stored(step: Step, entry: Mapping[str, Any]) -> Stored:
-    shape, orders = tuple(map(int, entry["shape"])), tuple(map(str, entry["orders"]))
-    texts = [str(entry[key]) for key in ("name", "kind", "dtype", "fingerprint", "at", "key")]
-    name, kind, dtype, mark, at, key = texts
-    if kind not in ("tensor", "jagged", "objects"):
-        raise ValueError(f"a field of kind {kind!r}")
-    if kind != "objects" and dtype not in STORABLE:
-        raise ValueError(f"a kind of number {dtype!r}")
-    missing = [place for place in (at, *orders) if place not in step]
-    if missing:
-        raise ValueError(f"{name!r} lies in {missing[0]!r}, which is missing")
-    return Stored(name, kind, dtype, shape, mark, at, key, orders)
 
 
 def listed_steps(folder: Path) -> dict[int, tuple[Path, bool]]:

@@ -86,6 +86,7 @@ class TraceWriter:
         self.waited_s = 0.0
         """Seconds that the training thread waited for the disk."""
         self._append = append
+        self._gap = False
         self._step: _Step | None = None
         self._last: _Step | None = None
         self._numbers: dict[int, int] = {}  # of the next boundary, by step that has ended
@@ -107,7 +108,7 @@ class TraceWriter:
         self._begun(int(step or 0))
 
     def _begun(self, number: int) -> _Step:
-        self._last = None
+        self._last, self._gap = None, False
         if self._append and number not in self._numbers:
             self._numbers[number] = len(whole_step(self.folder, number).get("boundaries", ()))
         step = self._step = _Step(number, StepDelta(self._numbers.get(number, 0)))
@@ -130,6 +131,10 @@ class TraceWriter:
         self._step.marked = True
         return True
 
+    def unseen(self) -> None:
+        """Something of the step was left out: the next boundary follows a gap."""
+        self._gap = True
+
     def write_boundary(
         self,
         stage: str,
@@ -140,12 +145,14 @@ class TraceWriter:
         row_keys: RowKeys = None,
         evidence: Mapping[str, Any] | None = None,
         report: Report | None = None,
+        gap: bool = False,
     ) -> str:
         """Record ``batch`` as it entered or left ``stage``; returns the boundary's folder name.
 
         ``part`` tells batches at one boundary apart (the sides of a union). ``row_keys`` are the
         identities of the rows, or what gives them on demand; default: uid and fingerprint.
-        ``report`` is what the checks said. Outside :meth:`begin_step` the step is 0.
+        ``report`` is what the checks said. ``gap``: what lies between it and the boundary before
+        was not seen (see :meth:`unseen`). Outside :meth:`begin_step` the step is 0.
         """
         self._raise()
         step = self._step or self._begun(0)
@@ -154,6 +161,8 @@ class TraceWriter:
             evidence=evidence, report=report,
         )  # fmt: skip
         snapshot.settings = self.settings
+        if not part:  # parts are beside the chain
+            snapshot.gap, self._gap = gap or self._gap, False
         step.failed |= not snapshot.report.ok
         if step.streamed:
             self._put(step.number, snapshot)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +16,8 @@ from rich.text import Text
 from dataproto_audit.batch import RESPONSE_FIELDS, BatchView
 from dataproto_audit.codes import UsageError
 from dataproto_audit.dump.readers.saved import Saved
+from dataproto_audit.dump.readers.traces import Place
+from dataproto_audit.render.brief import dtype_name, shape_text, short
 from dataproto_audit.render.row_table import row_table
 from dataproto_audit.render.text import number, visible
 
@@ -28,30 +29,6 @@ _NOISY = frozenset({
     "rollout_log_probs", "old_log_probs", "ref_log_prob", "update_log_probs", "values", "entropys",
     "update_entropys",
 })  # fmt: skip
-
-
-class _Short(reprlib.Repr):
-    """One line for any value of a file, however large or deep."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel, self.maxstring, self.maxother, self.maxdict = 4, 60, 60, 6
-
-    def repr_ndarray(self, value: Any, _: int) -> str:
-        return f"array({value.dtype}, {list(value.shape)})"
-
-    def repr_Tensor(self, value: torch.Tensor, _: int) -> str:
-        return f"tensor({_dtype(value)}, {_shape(value)})"
-
-    repr_NestedTensor = repr_Tensor
-
-
-_SHORT = _Short()
-
-
-def short(value: Any) -> str:
-    """One line for a value of unknown origin: cut off, control characters escaped."""
-    return visible(_SHORT.repr(value))[:200].replace("\n", "\\n").replace("\t", "\\t")
 
 
 Decode = Callable[[int], str]
@@ -109,6 +86,23 @@ def show(saved: Saved, *, rows: Sequence[int] = (), decode: Decode | None = None
     return Group(*parts)
 
 
+def listing(path: object, places: Sequence[Place]) -> RenderableType:
+    """The boundaries of a trace, one a line, and how to look at one."""
+    table = Table(title="boundaries", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table.add_column("step", justify="right")
+    table.add_column("boundary", overflow="fold")
+    table.add_column("batch")
+    table.add_column("rows", justify="right")
+    table.add_column("fields", justify="right")
+    for one in places:
+        about = (str(one.step), one.name, f"{one.when} {one.stage}", str(one.rows), str(one.fields))
+        table.add_row(*_texts(*about))
+    steps = len({one.step for one in places})
+    head = f"{path}: {len(places)} boundaries in {steps} step{'s' * (steps != 1)}"
+    how = "--boundary NAME shows one" + (", of one step with --step N" if steps > 1 else "")
+    return Group(Text(visible(head)), table, Text(f"{how}; --boundary all shows each."))
+
+
 def _headline(about: dict[str, Any]) -> Text:
     place = f" {about['place']}" if about["place"] else ""
     words = [f"{about['rows']} rows"]
@@ -123,24 +117,10 @@ def _headline(about: dict[str, Any]) -> Text:
     return Text(visible(f"{about['path']}{place}: {', '.join(words)}"))
 
 
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _shape(tensor: torch.Tensor) -> str:
-    if not tensor.is_nested:
-        return str(list(tensor.shape))
-    rows: Any = tensor.unbind()
-    lengths = [int(row.shape[0]) if row.dim() else 1 for row in rows]
-    if not lengths:
-        return "[0, j]"
-    return f"[{len(lengths)}, {min(lengths)}..{max(lengths)}]"
-
-
 def _tensor_entry(name: str, tensor: torch.Tensor) -> dict[str, Any]:
     """Shape, range and, of a mask, coverage; range over finite values only."""
     entry: dict[str, Any] = {
-        "name": name, "dtype": _dtype(tensor), "shape": _shape(tensor),
+        "name": name, "dtype": dtype_name(tensor), "shape": shape_text(tensor),
         "min": None, "mean": None, "max": None, "not_finite": 0, "coverage": None,
     }  # fmt: skip
     nested: Any = tensor
@@ -164,10 +144,7 @@ def _tensor_entry(name: str, tensor: torch.Tensor) -> dict[str, Any]:
 
 def _array_entry(name: str, array: Any) -> dict[str, Any]:
     example = array.flat[0] if array.size else None
-    if array.dtype == object:
-        kind = type(example).__name__
-    else:
-        kind, example = str(array.dtype), getattr(example, "item", lambda: example)()
+    kind = type(example).__name__ if array.dtype == object else str(array.dtype)
     return {
         "name": name, "type": kind, "shape": str(list(array.shape)), "example": short(example)
     }  # fmt: skip

@@ -12,10 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from dataproto_audit.codes import CODES
-from dataproto_audit.findings import Finding, finding_lines
+from dataproto_audit.findings import Finding, finding_lines, place_of
 from dataproto_audit.render.text import counts, duration, number, visible
 
 SEVERITY_STYLE = {"fail": "bold red", "warn": "yellow", "info": "cyan"}
+AUDIT_GOAL = 0.03
+"""Share of a step's CPU time that auditing at level ``full`` aims to stay under."""
 _JSON_KEYS = ("rows", "row_keys", "columns", "evidence", "causes")
 
 
@@ -29,7 +31,8 @@ def final_summary(summary: Mapping[str, Any], *, console: Console | None = None)
 
     Beside the documented keys these are shown when present: ``stage_wall_s`` {stage: seconds},
     ``every`` {check: k} for checks that do not run in each step, ``tables`` (where they are),
-    ``wall_s``, ``resumed_after`` and ``audit_cpu_ms_per_step``. What is missing is left out.
+    ``wall_s``, ``cpu_s``, ``reward_mean_over``, ``resumed_after`` and ``audit_cpu_ms_per_step``.
+    What is missing is left out.
     """
     console = stderr_console() if console is None else console
     grid = Table.grid(padding=(0, 2))
@@ -45,7 +48,9 @@ def final_summary(summary: Mapping[str, Any], *, console: Console | None = None)
 def _summary_lines(summary: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     first, last = summary.get("reward_first"), summary.get("reward_last")
     if first is not None or last is not None:
-        yield "reward", f"{number(first)} -> {number(last)}"
+        over = summary.get("reward_mean_over") or 0
+        of = f", means of the first and last {over} steps" if over > 1 else ""
+        yield "reward", f"{number(first)} -> {number(last)}{of}"
     steps, world = summary.get("steps"), summary.get("world_size")
     if steps is not None:
         on = f" on {world} ranks" if world else ""
@@ -66,7 +71,13 @@ def _summary_lines(summary: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     if share is not None:
         each = summary.get("audit_cpu_ms_per_step")
         per_step = f", {number(each)} ms a step" if each is not None else ""
-        yield "audit", f"{100 * share:.2f} % of CPU time, writing the tables included{per_step}"
+        yield (
+            "audit",
+            f"{100 * share:.2f} % of CPU time, writing the tables included{per_step} "
+            f"(goal: {100 * AUDIT_GOAL:g} %)",
+        )
+    if summary.get("cpu_s") is not None:
+        yield "CPU", f"{summary['cpu_s']:.0f} s of all processes, start-up included"
     rare = {name: k for name, k in (summary.get("every") or {}).items() if k and k > 1}
     if rare:
         listed = ", ".join(f"{visible(name)} every {k} steps" for name, k in sorted(rare.items()))
@@ -102,8 +113,8 @@ def render_finding(finding: Finding | Mapping[str, Any]) -> Panel:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold")
     grid.add_column(overflow="fold")
-    step = "" if data.get("step") is None else f"step {data['step']}, "
-    where = f"{step}{data['when']} {data['stage']}, check {data['check']}"
+    place = place_of(data.get("step"), data["when"], data["stage"])
+    where = f"{place}, check {data['check']}" if place else f"check {data['check']}"
     for name, value in (("where", where), *finding_lines(data)):
         grid.add_row(name, Text(visible(value)))
     known = CODES.get(data["code"])

@@ -38,6 +38,11 @@ def number(value: Any) -> str:
     return visible(value)
 
 
+def many(count: int, noun: str) -> str:
+    """``1 row``, ``16 rows``."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def duration(seconds: float | None) -> str:
     """``0:32``, ``1:02:03``; a dash when unknown."""
     if seconds is None or not math.isfinite(seconds):

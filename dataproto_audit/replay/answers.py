@@ -135,6 +135,7 @@ class Lone:
     evidence: dict[str, Any]
     when: str = "after"
     part: str = ""
+    gap: bool = False
     name: str = ""
 
 

@@ -24,13 +24,16 @@ from dataproto_audit.dump.trace import Trace
 from dataproto_audit.findings import plain
 from dataproto_audit.policy import Policy
 from dataproto_audit.probes import PROBES, Settings
+from dataproto_audit.replay.chosen import chosen_step
+from dataproto_audit.replay.compared import Compared
+from dataproto_audit.replay.origins import unread
 from dataproto_audit.replay.predicates import asked
-from dataproto_audit.replay.recompute import Compared, recomputed
+from dataproto_audit.replay.recompute import recomputed
 from dataproto_audit.replay.replay import Replay, Replayed
 from dataproto_audit.replay.scorers import Scorers, scorer_of
 from dataproto_audit.replay.search import culprits
 from dataproto_audit.replay.suspects import Blame, Fault, blamed
-from dataproto_audit.replay.told import told
+from dataproto_audit.replay.told import infos_of, told
 
 State = Literal["healthy", "faulty", "undecided"]
 NEEDED = ("rollout", "reward", "old_log_prob", "advantage")
@@ -54,6 +57,12 @@ class Verdict:
     row_keys: tuple[str, ...] = ()
     against: Any = None
     """What the comparison with a healthy run said, where one was given."""
+    infos: list[dict[str, Any]] = dc_field(default_factory=list)
+    """What the checks noted and do not call wrong: ``code``, ``stage``, ``field``, ``rows`` at
+    ``boundary``, ``says``."""
+    others: dict[str, list[int]] = dc_field(default_factory=dict)
+    """Other steps of the trace: ``quiet`` ones, whose checks found nothing wrong, and those
+    ``not_judged``."""
     meeting: dict[str, Any] | None = None
     """Rows that fail together and the number of predicate calls, where one was given."""
 
@@ -93,6 +102,13 @@ class Verdict:
         }  # fmt: skip
 
     @property
+    def not_believed(self) -> list[dict[str, Any]]:
+        """Models that are not those of the run, once each: what ``says`` why, and numbers."""
+        told = {c.missing: {"says": c.missing, **c.evidence} for c in self.compared
+                if c.verdict == "unknown" and "option" in c.evidence}  # fmt: skip
+        return list(told.values())
+
+    @property
     def later_faults(self) -> list[dict[str, Any]]:
         """Every later stage that is wrong by itself."""
         return [told(fault) for fault in self.faults[1:]]
@@ -111,6 +127,9 @@ class Verdict:
             "evidence": first["evidence"],
             "recomputations": self.recomputations,
             "missing": self.missing,
+            "not_believed": self.not_believed,
+            "infos": self.infos,
+            "other_steps": self.others,
             "stages": [{"stage": s, "state": state, "why": why} for s, state, why in self.stages],
         }
         if self.meeting is not None:
@@ -156,8 +175,9 @@ def bisect(
     """
     trace = Trace(path)
     again = Replay(config=config, policy=policy)
-    chosen = _chosen(trace, again, step)
+    chosen, others = chosen_step(trace, again, step)
     verdict = judged(chosen, scorers or _scorers(policy_model, reference_model, sample))
+    verdict.others = others
     if good is not None:
         from dataproto_audit.replay.good import first_difference
 
@@ -214,26 +234,6 @@ def _meeting(step: Replayed, stage: str, predicate: Callable[[Any], Any]) -> dic
     return {"rows": rows, "calls": calls + 1, "boundary": boundary.name}
 
 
-def _chosen(trace: Trace, again: Replay, wanted: int | None) -> Replayed:
-    """The step asked for, or the first one with something wrong, or the last one."""
-    numbers = trace.steps or trace.torn
-    if wanted is not None and wanted not in (*trace.steps, *trace.torn):
-        trace.step(wanted)  # raises and lists the steps
-    last: Replayed | None = None
-    for number in numbers if wanted is None else [n for n in numbers if n < wanted] + [wanted]:
-        last = again.step(trace.step(number))
-        if number == wanted or (wanted is None and _suspicious(last)):
-            return last
-        last.step.forget()
-    if last is None:
-        raise UsageError("DPA820", f"{trace.folder} has no step to look at.", "Record one.")
-    return last
-
-
-def _suspicious(step: Replayed) -> bool:
-    return any(f.severity != "info" for f in step.report.findings)
-
-
 def judged(step: Replayed, scorers: Scorers | None = None) -> Verdict:
     """The verdict on one replayed step."""
     scorers = scorers or Scorers()
@@ -243,12 +243,18 @@ def judged(step: Replayed, scorers: Scorers | None = None) -> Verdict:
     stages = _stages(step, compared, blame)
     missing = _missing(step, compared, blame)
     state: State = "faulty" if blame.faults else "healthy"
-    if not blame.faults and any(step.after(name) is None for name in NEEDED):
+    lost = any(step.after(name) is None for name in NEEDED)
+    if not blame.faults and (lost or _unsure(compared)):
         state = "undecided"
     return Verdict(
         state, step.step.number, stages, blame.faults, _cleared(step, compared, blame), missing,
-        scorers.calls - before, compared,
+        scorers.calls - before, compared, infos=infos_of(step),
     )  # fmt: skip
+
+
+def _unsure(compared: Sequence[Compared]) -> bool:
+    """True where a model was not believed, and no engine of its own speaks for the record."""
+    return any(c.verdict == "unknown" and c.evidence.get("witnessed") is False for c in compared)
 
 
 # -- stages ----------------------------------------------------------------------------------------
@@ -269,7 +275,7 @@ def _stages(
         elif any(c.verdict == "agrees" for c in compared if c.stage == name) or passed.get(name):
             out.append((name, "ok", _why(name, compared, passed)))
         else:
-            out.append((name, "not judged", "nothing of it could be checked"))
+            out.append((name, "not judged", "nothing of what it made could be checked there"))
     return out
 
 
@@ -281,6 +287,8 @@ def _recorded(step: Replayed, wrong: Mapping[str, Any]) -> list[str]:
 def _passed(step: Replayed) -> dict[str, int]:
     out: dict[str, int] = {}
     for one in step.seen:
+        if unread(one):
+            continue
         number = sum(outcome.kind == "passed" for outcome in one.report.outcomes)
         out[one.boundary.stage] = out.get(one.boundary.stage, 0) + number
     return out
@@ -313,7 +321,8 @@ def _missing(step: Replayed, compared: Sequence[Compared], blame: Blame) -> list
     unknown: dict[str, list[str]] = {}
     for text in (c.missing for c in compared if c.verdict == "unknown" and c.missing):
         name, colon, why = text.partition(": ")
-        unknown.setdefault(why if colon else text, []).append(name if colon else "")
+        named = bool(colon) and " " not in name
+        unknown.setdefault(why if named else text, []).append(name if named else "")
     out = [
         f"{', '.join(dict.fromkeys(names))}: {why}" if all(names) else why
         for why, names in unknown.items()

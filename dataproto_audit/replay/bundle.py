@@ -5,12 +5,14 @@ from __future__ import annotations
 import shutil
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dataproto_audit.codes import RunError, UsageError
 from dataproto_audit.dump.trace_disk import versions
+from dataproto_audit.render.text import many
 from dataproto_audit.replay.anonymous import Renamer
 from dataproto_audit.replay.recording import Recording, audit
 from dataproto_audit.replay.shrink import Shrunk, shrink
@@ -26,7 +28,7 @@ _ISSUE = """# {code}: {title}
 
     {finding}
 
-Shrunk from {before} rows to {rows} rows and {tokens} tokens. Token ids were renamed one to one and
+Shrunk from {before} to {left}. Token ids were renamed one to one and
 text was taken out ({removed}); the finding was checked again after that.
 
 * `{test}` shows it: `pytest {test}`
@@ -73,6 +75,11 @@ def write_bundle(
     return {**answer, "out": str(out)}
 
 
+def size(of: Mapping[str, int]) -> str:
+    """``1 row and 4 tokens``."""
+    return f"{many(of['rows'], 'row')} and {many(of['tokens'], 'token')}"
+
+
 def renamed_of(shrunk: Shrunk, *, keep_text: bool) -> tuple[Shrunk, Renamer]:
     """The shrunk recording under other names, with the finding as it is made there.
 
@@ -104,8 +111,8 @@ def _fill(folder: Path, shrunk: Shrunk, renamer: Renamer) -> dict[str, Any]:
     write_json(folder / "environment.json", versions())
     text = _ISSUE.format(
         code=shrunk.finding.code, title=shrunk.finding.title, test=test,
-        finding=str(shrunk.finding).replace("\n", "\n    "), before=shrunk.before["rows"],
-        rows=shrunk.sizes["rows"], tokens=shrunk.sizes["tokens"],
+        finding=str(shrunk.finding).replace("\n", "\n    "), before=size(shrunk.before),
+        left=size(shrunk.sizes),
         removed=", ".join(renamer.removed) or "there was none",
     )  # fmt: skip
     (folder / "ISSUE.md").write_text(text, encoding="utf-8")

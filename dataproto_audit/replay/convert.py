@@ -10,6 +10,7 @@ knowledge, and no finding.
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
@@ -24,13 +25,15 @@ from dataproto_audit.checker.own_file import report_of
 from dataproto_audit.checker.reached import stages_reached
 from dataproto_audit.codes import CodedError, UsageError
 from dataproto_audit.dump.portable import SUFFIX, write_portable
-from dataproto_audit.dump.readers import Saved, read_batches
+from dataproto_audit.dump.readers import Saved, is_folder, read_batches, read_folder
 from dataproto_audit.dump.trace import write_step
 from dataproto_audit.protocol import DataProto
 from dataproto_audit.replay.recording import LONE, PARTIAL
 from dataproto_audit.replay.written import refuse_no_parent
 
 PICKLES = frozenset({".pkl", ".pickle", ".dp", ".pt"})
+VERSION = re.compile(r"\.v?\d+")
+"""The end of a folder's name that is no suffix, as of ``run.v2``."""
 STEP = ("global_steps", "global_step")
 FORMS = "Name a file .pkl (as verl saves a DataProto) or .safetensors, or a folder for a trace."
 
@@ -42,9 +45,11 @@ def convert(
 
     ``place`` chooses one of several batches; a trace takes all of them. Raises
     :class:`UsageError` for a form that is not written, a target that is there, or several batches
-    for a file that holds one; ``RunError`` where the disk refuses.
+    for a file that holds one; ``RunError`` where the disk refuses. Files of a folder that cannot be
+    read are told in ``left_out``, and the others are written.
     """
-    target, found = Path(to), read_batches(path)
+    target = Path(to)
+    found, unread = _read(path)
     if target.exists():
         raise UsageError("DPA851", f"{target} is there already.", "Name a new file or folder.")
     if place is not None:
@@ -61,7 +66,7 @@ def convert(
             "DPA851", f"{path} holds {len(found)} batches and a {form} file one.",
             "Choose one with --place, or name a folder for a trace.",
         )  # fmt: skip
-    left_out = sorted({name for saved in found for name in saved.opaque})
+    left_out = unread + sorted({name for saved in found for name in saved.opaque})
     if form == "trace":
         _as_trace(found, target)
     elif form == "safetensors":
@@ -74,12 +79,22 @@ def convert(
     }  # fmt: skip
 
 
+def _read(path: str | PathLike[str]) -> tuple[list[Saved], list[str]]:
+    """The batches of a path, and what of a folder is no file that can be read."""
+    if not is_folder(Path(path)):
+        return read_batches(path), []
+    folder = read_folder(path)
+    if folder.unreadable and not folder.saved:
+        raise folder.unreadable[0]
+    return list(folder.saved), [f"unreadable: {error.message}" for error in folder.unreadable]
+
+
 def _form(target: Path) -> str:
     if target.suffix in PICKLES:
         return "dataproto"
     if target.suffix == SUFFIX:
         return "safetensors"
-    if target.suffix:
+    if target.suffix and not VERSION.fullmatch(target.suffix):
         raise UsageError("DPA851", f"{target}: no such form is written.", FORMS)
     return "trace"
 

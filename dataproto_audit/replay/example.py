@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dataproto_audit.findings import Finding
+from dataproto_audit.render.text import many
 from dataproto_audit.replay.recording import Recording
 from dataproto_audit.replay.shrink import Shrunk
 
@@ -41,10 +42,10 @@ def test_source(shrunk: Shrunk, *, name: str) -> str:
     assert shrunk.finding is not None
     recording, finding, before = shrunk.recording, shrunk.finding, shrunk.before
     left = shrunk.sizes
-    many = f"{left['rows']} of {before['rows']} rows, {left['tokens']} of {before['tokens']} tokens"
+    kept = [f"{left[of]} of {many(before[of], of[:-1])}" for of in ("rows", "tokens")]
     target = (finding.code, finding.stage, finding.field)
     where = _plain(finding.stage) + (f", in {_plain(finding.field)}" if finding.field else "")
-    what = f"Shrunk to {many}. Found after {where}.\n{_said(finding)}"
+    what = f"Shrunk to {', '.join(kept)}. Found after {where}.\n{_said(finding)}"
     settings = {k: v for k, v in asdict(recording.settings).items() if v is not None}
     if recording.lone:
         imports = "from dataproto_audit import check"
@@ -86,18 +87,20 @@ def _lone(recording: Recording) -> tuple[str, str]:
 
 
 def _boundaries(recording: Recording) -> tuple[str, str]:
-    text = ["BOUNDARIES = ["]
+    text, gaps = ["BOUNDARIES = ["], any(piece.gap for piece in recording.pieces)
     for piece in recording.pieces:
         text.append(
             f"    ({_literal(piece.stage)}, {_literal(piece.when)}, {_batch(piece.batch, 1)},"
         )
-        text.append(f"     {_literal(dict(piece.evidence))}),")
+        evidence = _literal(dict(piece.evidence))
+        text.append(f"     {evidence}, {piece.gap})," if gaps else f"     {evidence}),")
     text += ["]", f"METRICS = {_literal(dict(recording.metrics))}\n"]
     body = [
         '    auditor = Auditor(SETTINGS, on_fail="record")',
         f"    auditor.begin_step({_literal(recording.pieces[0].step)})",
         "    found = []",
-        "    for stage, when, batch, evidence in BOUNDARIES:",
+        f"    for stage, when, batch, evidence{', gap' if gaps else ''} in BOUNDARIES:",
+        *(["        if gap:", "            auditor.unseen()"] if gaps else []),
         "        found += auditor.boundary(stage, batch, when=when, evidence=evidence"
         + (", partial=True)" if recording.partial else ")"),
         "    found += auditor.end_step(METRICS)",

@@ -11,6 +11,7 @@ from typing import Any
 
 from dataproto_audit.batch import BatchView
 from dataproto_audit.checker.config import settings_from
+from dataproto_audit.checker.own_file import report_of
 from dataproto_audit.codes import UsageError
 from dataproto_audit.dump.readers import read_batches
 from dataproto_audit.dump.trace import Boundary, Trace, is_trace
@@ -41,7 +42,7 @@ def recordings(path: str | PathLike[str], *, config: Any = None) -> Iterator[Rec
         for number in trace.steps or trace.torn:
             step = trace.step(number)
             pieces = [
-                piece_of(_checked(b), b.stage, when=b.when, step=number, place=b.name,
+                piece_of(_checked(b), b.stage, when=b.when, step=number, place=b.name, gap=b.gap,
                          evidence={k: v for k, v in b.evidence.items() if k not in (LONE, PARTIAL)})
                 for b in step.boundaries if not b.part
             ]  # fmt: skip
@@ -120,7 +121,21 @@ def recording_with(
         if find(found, code, stage) is not None:
             return recording
         seen += names_of(found)
+    _refuse_of_file(path, code)
     raise no_such(seen, code, stage, of=str(path))
+
+
+def _refuse_of_file(path: str | PathLike[str], code: str | None) -> None:
+    """Raise DPA851 where what ``check`` finds is of the file itself, of which no part can be cut:
+    it says how rows of a file compare, and the tokens of a row are not in it."""
+    if is_trace(Path(path)):
+        return
+    found = {f.code for saved in read_batches(path) for f in report_of(saved).findings}
+    if found and code in (None, *found):
+        raise UsageError(
+            "DPA851", f"{path} has {', '.join(sorted(found))}, which is of the file as a whole and "
+            "cannot be shrunk.", "See `dataproto-audit check` for its rows.",
+        )  # fmt: skip
 
 
 def predicate_of(function: Callable[[Any], Any]) -> Callable[[Recording], bool]:

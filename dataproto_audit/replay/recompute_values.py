@@ -10,11 +10,16 @@ import torch
 from numpy.typing import NDArray
 
 from dataproto_audit.batch import BatchView
+from dataproto_audit.checker.files import UNTOLD
 from dataproto_audit.probes import Settings
 from dataproto_audit.reference import advantages as estimators
 from dataproto_audit.reference.groups import group_codes, stats_of_codes
 from dataproto_audit.reference.kl import kl_of_difference
 
+UNTOLD_FACTORS = (
+    "not recomputed, as nothing says gamma or lam: give them, as in --config 'gamma=1 lam=0.95'"
+)
+"""Said of advantages and returns that are discounted by factors which nobody told."""
 ROUNDINGS = 64
 """Roundings of the largest input that a result may be off by."""
 
@@ -85,7 +90,7 @@ def advantages(view: BatchView, settings: Settings) -> Estimated | str:
     """
     name = settings.adv_estimator
     if name is None:
-        return "advantages: the estimator is unknown; record settings, or pass --config"
+        return f"advantages: {UNTOLD}"
     if name not in estimators.ESTIMATOR_NEEDS:
         return f"advantages: the reference has no estimator {name!r}"
     lacking = [f for f in estimators.ESTIMATOR_NEEDS[name] if f not in view]
@@ -106,7 +111,7 @@ def advantages(view: BatchView, settings: Settings) -> Estimated | str:
     except (ValueError, TypeError) as error:  # one row alone, nothing trained: the checks say so
         return f"advantages: {error}"
     if made is None:
-        return "advantages: gamma or lam is unknown; record settings, or pass --config"
+        return f"advantages: {UNTOLD_FACTORS}"
     looked = mask.numpy() != 0
     slack = _slack(name, rewards, view)
     out = {}

@@ -38,6 +38,8 @@ class Piece:
     evidence: Mapping[str, Any] = field(default_factory=dict, repr=False)
     step: int | None = None
     place: str = ""
+    gap: bool = False
+    """True where what lies between this boundary and the one before was not seen."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,8 @@ def audit(recording: Recording) -> list[Sighting]:
         if piece.step != step:
             step = piece.step
             auditor.begin_step(step)
+        if piece.gap:
+            auditor.unseen()
         report = auditor.boundary(
             piece.stage or "rollout", piece.batch, when=piece.when, evidence=piece.evidence,
             partial=recording.partial,
@@ -112,12 +116,13 @@ def piece_of(
     evidence: Mapping[str, Any] | None = None,
     step: int | None = None,
     place: str = "",
+    gap: bool = False,
 ) -> Piece:
     """A piece of any form of batch."""
     view = BatchView.of(batch)
     parts = {"batch": dict(view.tensors), "non_tensor_batch": dict(view.arrays),
              "meta_info": dict(view.meta)}  # fmt: skip
-    return Piece(stage, when, parts, dict(evidence or {}), step, place)
+    return Piece(stage, when, parts, dict(evidence or {}), step, place, gap)
 
 
 def loud(sightings: Iterable[Sighting]) -> list[Sighting]:

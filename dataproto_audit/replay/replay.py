@@ -16,6 +16,7 @@ from dataproto_audit.auditor import Auditor
 from dataproto_audit.batch import BatchView
 from dataproto_audit.checker import check, check_union
 from dataproto_audit.checker.config import settings_from
+from dataproto_audit.checker.entering import check_entering
 from dataproto_audit.codes import UsageError
 from dataproto_audit.contracts.stages import STAGES
 from dataproto_audit.dump.trace import Boundary, Step, Trace
@@ -74,6 +75,8 @@ class Replayed:
             return own
         earlier = None
         for one in self.seen:
+            if one.boundary.gap:
+                earlier = None
             if one.boundary.stage == stage:
                 break
             declared = STAGES.get(one.boundary.stage)
@@ -110,6 +113,10 @@ class Replay:
         self._auditor: Auditor | None = None
         self._hash = ""
 
+    def anew(self) -> Replay:
+        """Another one that has seen no step yet."""
+        return Replay(config=self.config, policy=self.policy, model=self.model)
+
     def step(self, step: Step) -> Replayed:
         """Check every boundary of ``step``. Raises :class:`UsageError` for what cannot be read."""
         boundaries = step.boundaries
@@ -132,7 +139,7 @@ class Replay:
                 made.seen.append(Seen(boundary, view, alone))
                 continue
             partial = boundary.evidence.get(PARTIAL) is True
-            if partial:  # what happened between two saved files is not known
+            if partial or boundary.gap:  # what happened in between is not known
                 auditor.unseen()
             report = auditor.boundary(
                 boundary.stage, view, when=boundary.when, evidence=boundary.evidence,
@@ -153,6 +160,9 @@ class Replay:
             return check_union(sides[-1].view, view, config=made.settings)
         if boundary.part == "left":
             return Report()
+        if boundary.when == "before":
+            stage = boundary.stage
+            return check_entering(stage, view, settings=made.settings, policy=self.policy)
         return check(view, config=made.settings, policy=self.policy)
 
     def _of(self, first: Boundary, mark: str) -> Auditor:

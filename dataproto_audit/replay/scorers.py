@@ -15,13 +15,15 @@ import torch
 from numpy.typing import NDArray
 
 from dataproto_audit.batch import BatchView
-from dataproto_audit.probes.recompute import beyond, model_of
+from dataproto_audit.probes.recompute import beyond, model_of, vocabulary_of
 from dataproto_audit.reference.logprobs import token_log_probs
 
 Floats = NDArray[np.float64]
 Scorer = Callable[[BatchView, float], tuple[Floats, Floats | None]]
 """``(batch, temperature)`` to log-probs and entropies ``[rows, response]``."""
 NEEDS = ("input_ids", "attention_mask", "position_ids", "responses")
+OPTION = {"policy": "--model", "reference": "--ref-model"}
+"""What names the folder of a role on the command line."""
 ROWS = 16
 """Rows of one forward pass; rows of like length go together, without their common padding."""
 
@@ -33,6 +35,7 @@ def scorer_of(given: Any) -> Scorer:
     def score(view: BatchView, temperature: float) -> tuple[Floats, Floats | None]:
         return _passes(model, view, temperature)
 
+    score.vocabulary = vocabulary_of(model)  # type: ignore[attr-defined] # see Scorers.vocabulary
     return score
 
 
@@ -123,6 +126,20 @@ class Scorers:
         named = keys if rows is None else tuple(keys[row] for row in rows)
         found = self._known[role] = Scored(named, log_probs, entropies)
         return found
+
+    def vocabulary(self, role: str) -> int | None:
+        """Ids that the model of a role knows; None where that is not told."""
+        known = getattr(self.policy if role == "policy" else self.reference, "vocabulary", None)
+        return known if isinstance(known, int) else None
+
+    def compare_vocabulary(self, role: str, size: int | None) -> None:
+        """Before any pass: a model of fewer ids than the run's is not the run's."""
+        known = self.vocabulary(role)
+        if known is not None and size is not None and known < size:
+            self.failed.setdefault(
+                role, f"{OPTION[role]} is a model of {known} ids, that of this run has {size}: "
+                "check the folder",
+            )  # fmt: skip
 
     def _rows(self, count: int) -> list[int] | None:
         if self.sample is None or self.sample >= count:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dataproto_audit.checker.files import UNTOLD
 from dataproto_audit.findings import listed
+from dataproto_audit.replay.recompute_values import UNTOLD_FACTORS
 
 if TYPE_CHECKING:
     from dataproto_audit.replay.bisect import Verdict
     from dataproto_audit.replay.suspects import Fault
 
+OTHERS = {
+    "quiet": "checked and quiet, not recomputed",
+    "not_judged": "not judged (--step N)",
+}
 FEW = 4
 """Rows that the line of stages names; more are counted."""
 
@@ -27,20 +33,32 @@ def story(verdict: Verdict) -> str:
         "faulty": f"step {verdict.step} went wrong at {verdict.stage}",
     }
     lines = [heads[verdict.verdict], line, ""]
+    unbelieved = [one["says"] for one in verdict.not_believed]
+    lines += [f"  other model  {text}" for text in unbelieved]
+    untold = [text for text in verdict.missing if UNTOLD in text or UNTOLD_FACTORS in text]
+    lines += [f"  NOT CHECKED  {text}" for text in untold]
     for number, fault in enumerate(verdict.faults):
         lines += _fault(fault, "first" if not number else "then, by itself")
     for item in verdict.cleared:
         lines.append(f"  cleared   {item['stage']}: {item['by']}")
+    for info in verdict.infos:
+        at = f", rows {listed(info['rows'])} at {info['boundary']}" if info["rows"] else ""
+        lines.append(f"  info      {info['code']} {info['stage']}: {info['says']}{at}")
     if verdict.against is not None:
         lines.append(f"  against   {verdict.against.text}")
         if not verdict.faults and verdict.rows:
-            lines.append(f"    rows      {listed(verdict.rows)}")
+            lines.append(f"    rows      {listed(verdict.rows)} at {verdict.against.boundary}")
     if verdict.meeting is not None:
         rows = listed(verdict.meeting["rows"]) or verdict.meeting["says"]
         lines.append(f"  together  {rows} ({verdict.meeting['calls']} runs of the predicate)")
     if verdict.recomputations:
         lines.append(f"  model     {verdict.recomputations} passes over the batch")
-    lines += [f"  missing   {text}" for text in verdict.missing]
+    lines += [
+        f"  missing   {text}" for text in verdict.missing if text not in (*unbelieved, *untold)
+    ]
+    for what, says in OTHERS.items():
+        if verdict.others.get(what):
+            lines.append(f"  other steps  {says}: {listed(verdict.others[what])}")
     return "\n".join(lines)
 
 
@@ -62,6 +80,8 @@ def _fault(fault: Fault, order: str) -> list[str]:
     said: dict[str, Any] = told(fault)
     lines = [f"  {order}: {said['stage']}, field {said['field'] or '(rows)'}"]
     lines += [f"    {text}" for text in _says(fault)]
+    if said["rows"] and said["boundary"]:
+        lines.append(f"    boundary  {said['boundary']}, where rows are counted")
     if said["rows"]:
         lines.append(f"    rows      {listed(said['rows'])}")
     if said["tokens"]:

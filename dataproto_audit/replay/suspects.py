@@ -15,7 +15,7 @@ when it would be there without the faults before it:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import field as dc_field
 from typing import Any
 
@@ -23,7 +23,8 @@ from dataproto_audit.contracts.fields import FIELDS
 from dataproto_audit.contracts.stages import STAGES
 from dataproto_audit.findings import SEVERITIES, Finding
 from dataproto_audit.probes import PROBES
-from dataproto_audit.replay.recompute import Compared
+from dataproto_audit.replay.compared import Compared
+from dataproto_audit.replay.origins import odd_one, origin_of
 from dataproto_audit.replay.replay import Replayed
 
 ORDER = {name: place for place, name in enumerate(STAGES)}
@@ -109,7 +110,7 @@ def suspects(step: Replayed, compared: Iterable[Compared]) -> list[Suspect]:
     out = [_of_compared(step, c) for c in compared if c.verdict == "differs"]
     for number, finding in step.sighted():
         if finding.severity != "info" and finding.stage:
-            out.append(_of_finding(step, number, finding))
+            out.append(_traced(step, _of_finding(step, number, finding)))
     return sorted(out, key=lambda s: (s.boundary, _rank(s)))
 
 
@@ -147,6 +148,29 @@ def _of_finding(step: Replayed, number: int, finding: Finding) -> Suspect:
         finding.severity, finding.causes, f"{finding.title}: {finding.actual}",
         finding.evidence, row_keys=_named(finding.rows, keys),
         place_name=step.seen[number].boundary.name if number == last else "end",
+    )  # fmt: skip
+
+
+def _traced(step: Replayed, suspect: Suspect) -> Suspect:
+    """The suspect where its values were first seen; its keys stay those of where it was found."""
+    if suspect.code in ACROSS | COUNTS:
+        return suspect
+    where = step, suspect.boundary, suspect.check
+    name = odd_one(*where, suspect.field, suspect.rows)
+    if name != suspect.field:
+        suspect = replace(
+            suspect, field=name, text=f"{suspect.text}; by a third one {name} is the wrong one"
+        )
+    origin = origin_of(*where, name, suspect.rows)
+    if origin is None:
+        return suspect
+    at = origin.rows
+    return replace(
+        suspect, boundary=origin.boundary, stage=origin.stage,
+        rows=tuple(sorted(at[row] for row in suspect.rows)),
+        tokens={at[row]: columns for row, columns in suspect.tokens.items() if row in at},
+        text=f"{suspect.text}, as {suspect.place_name} shows, the first that could be checked",
+        place_name=step.seen[origin.boundary].boundary.name,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dataproto_audit.probes import PROBES
+from dataproto_audit.replay.replay import Replayed
 from dataproto_audit.replay.suspects import (
     IDS_AND_MASKS,
     OF_LOG_PROBS,
@@ -101,3 +102,17 @@ def told(fault: Fault) -> dict[str, Any]:
             "explains": [f"{one.code} {one.stage}.{one.field}" for one in fault.follow],
         },
     }
+
+
+def infos_of(step: Replayed) -> list[dict[str, Any]]:
+    """Notes of the checks, each once: where it was said first."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for number, one in step.sighted():
+        if one.severity == "info":
+            at = step.seen[number].boundary.name if number < len(step.seen) else "end"
+            told = {
+                "code": one.code, "stage": one.stage, "field": one.field, "rows": list(one.rows),
+                "boundary": at, "says": f"{one.title}: {one.actual}",
+            }  # fmt: skip
+            found.setdefault((one.code, one.field), told)
+    return list(found.values())

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dataproto_audit.probes import Settings
+from dataproto_audit.probes import value_terms as critic
 from dataproto_audit.probes.loss_terms import (
     ENTROPY,
     REF,
@@ -20,8 +21,7 @@ from dataproto_audit.probes.loss_terms import (
     terms_of,
 )
 from dataproto_audit.reference.kl import KL_KINDS
-from dataproto_audit.reference.losses import AGGREGATION_MODES, count_normaliser
-from dataproto_audit.reference.values import value_loss
+from dataproto_audit.reference.losses import AGGREGATION_MODES
 
 NEEDS = ("update_log_probs", "mini_batch", "old_log_probs", "advantages", "response_mask")
 TERMS = ("pg_loss", "kl_loss", "entropy_loss", "total", "normaliser")
@@ -85,26 +85,19 @@ def loss_terms(
     return {name: float(made[name]) for name in TERMS}  # type: ignore[literal-required]  # the names are LossTerms' keys
 
 
-OF_CRITIC = ("update_values", "values", "returns", "response_mask")
-
-
 def value_terms(
     fields: Mapping[str, Tensor], number: int, told: Mapping[str, Any]
 ) -> dict[str, float]:
     """``vf_loss`` and ``normaliser`` of the critic's mini-batch ``number``, as ``told`` says how;
     {} where no row is in it, or a field or setting is missing or of another kind."""
-    mode, clip = told.get("loss_agg_mode"), told.get("cliprange_value")
-    numbers = fields.get("value_mini_batch")
-    if mode not in AGGREGATION_MODES or not isinstance(clip, (int, float)) or numbers is None:
+    numbers = fields.get(critic.NUMBERS)
+    held = [fields[name] for name in critic.FIELDS.values() if name in fields]
+    if numbers is None or critic.unreadable(told) or len(held) < len(critic.FIELDS):
         return {}
     rows = torch.nonzero(numbers == number).reshape(-1)
-    held = [fields[name] for name in OF_CRITIC if name in fields]
-    if not len(rows) or len(held) < len(OF_CRITIC) or len({t.shape for t in held}) > 1:
+    *floats, mask = held
+    if not len(rows) or len({t.shape for t in held}) > 1:
         return {}
-    if held[-1].is_floating_point() or not all(t.is_floating_point() for t in held[:-1]):
+    if mask.is_floating_point() or not all(t.is_floating_point() for t in floats):
         return {}
-    part = [tensor[rows] for tensor in held]
-    return {
-        "vf_loss": float(value_loss(*part, clip=float(clip), loss_agg_mode=str(mode))),
-        "normaliser": float(count_normaliser(part[-1], str(mode))),
-    }
+    return critic.terms_of(critic.arguments_of(fields, rows), critic.how_of(told))

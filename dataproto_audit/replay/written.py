@@ -19,6 +19,8 @@ from dataproto_audit.replay.example import test_source
 from dataproto_audit.replay.recording import PARTIAL, Recording
 from dataproto_audit.replay.shrink import Shrunk
 
+FILES = frozenset({".pkl", ".pickle", ".pt", ".pth", ".safetensors", ".json", ".jsonl", ".py",
+                   ".zip", ".parquet", ".md"})  # fmt: skip
 BATCH, ANSWER, CONFIG = "batch.safetensors", "shrink.json", "config.json"
 
 
@@ -73,7 +75,16 @@ def make_folder(folder: Path) -> None:
 
 
 def refuse_taken(folder: Path) -> None:
-    """Raise as :func:`make_folder` would, and make nothing: for the time before any work."""
+    """Raise as :func:`make_folder` would, and make nothing: for the time before any work.
+
+    A file, and a name with the suffix of one, are no folders: nobody asks for ``batch.pkl/``.
+    """
+    if folder.is_file() or (folder.suffix in FILES and not folder.exists()):
+        what = "is a file" if folder.is_file() else "is the name of a file"
+        raise UsageError(
+            "DPA851", f"{folder} {what}, and what is written here is a folder.",
+            "Name a new folder.",
+        )  # fmt: skip
     try:
         above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
         if not above.is_dir():
@@ -109,7 +120,8 @@ def write_recording(recording: Recording, folder: Path) -> None:
     steps: dict[int, list[Any]] = {}
     for piece in recording.pieces:
         partial = {PARTIAL: True} if recording.partial else {}
-        options = {"when": piece.when, "evidence": {**piece.evidence, **partial}}
+        options = {"when": piece.when, "evidence": {**piece.evidence, **partial},
+                   "gap": piece.gap}  # fmt: skip
         steps.setdefault(piece.step or 0, []).append((piece.stage, piece.batch, options))
     last = recording.pieces[-1].step or 0
     for step, batches in steps.items():

@@ -34,7 +34,7 @@ def model(tmp_path):
         (("--demo", "--temperature", "0"), "must be positive"),
         (("--demo", "--layouts", "ddp:2"), "unknown layout 'ddp:2'"),
         (("--demo", "--layouts", ","), "names none"),
-        (("--demo", "--layouts", "fsdp:2+ulysses=2"), "use_remove_padding"),
+        (("--demo", "--layouts", "fsdp:2+ulysses=2"), "packed is off"),
         (("--demo", "--layouts", "megatron:tp=3"), "heads"),
         (("--demo", "--layouts", "fsdp:3", "--rows", "2"), "cuts them into 3 parts"),
         (("--demo", "--layouts", "fsdp:2+tokens=3", "--rows", "8"), "row cannot be split"),

@@ -124,3 +124,28 @@ def test_a_run_folder_and_a_trace_are_read_like_a_file(call, batch, tmp_path):
         out = call("show", path, "--json").stdout
         assert json.loads(out)["kind"] == "trace"
         assert call("check", path, check=1).stdout
+
+
+@pytest.mark.parametrize("command", ["shrink", "bundle"])
+def test_a_target_that_is_no_folder(call, batch, tmp_path, command):
+    (tmp_path / "notes").write_text("mine")
+    said = call(command, batch, "-o", tmp_path / "notes", check=2).stderr
+    assert "notes is a file" in said
+    assert (tmp_path / "notes").read_text() == "mine"
+    said = call(command, batch, "-o", tmp_path / "small.pkl", check=2).stderr
+    assert "small.pkl is the name of a file" in said
+    assert not (tmp_path / "small.pkl").exists()
+
+
+def test_codes_in_lower_case_and_one_row_in_the_singular(call, batch, tmp_path):
+    done = call("shrink", batch, "--code", "dpa302", "-o", tmp_path / "out")
+    assert done.stdout.startswith("DPA302: 16 rows and ")
+    [test] = (tmp_path / "out").glob("test_*.py")
+    assert "Shrunk to 1 of 16 rows, 2 of " in test.read_text()
+    text = call("bundle", batch, "--code", "dpa302", "-o", tmp_path / "b").stdout
+    assert text.startswith("DPA302 in 1 row and 2 tokens: ")
+    issue = (tmp_path / "b" / "ISSUE.md").read_text()
+    assert "to 1 row and 2 tokens. " in issue
+    again = call("bundle", tmp_path / "out" / "batch.safetensors", "-o", tmp_path / "c")
+    assert again.stdout.startswith("DPA302 in 1 row")
+    assert "Shrunk from 1 row and " in (tmp_path / "c" / "ISSUE.md").read_text()

@@ -141,6 +141,29 @@ def test_resuming_goes_on_behind_the_checkpoint(tmp_path: Path, write_step: Writ
     assert open_run(tmp_path).finished
 
 
+def test_a_summary_stays_until_the_run_really_goes_on(tmp_path: Path, write_step: Write) -> None:
+    _finish_one(tmp_path, write_step, steps=2)
+    with RunFolder.create(tmp_path, config="", existing="resume"):
+        pass  # it failed to start
+    assert open_run(tmp_path).finished
+    assert open_run(tmp_path).summary == {"steps": 2}
+    with RunFolder.create(tmp_path, config="", existing="resume") as run:
+        run.begin()
+        run.begin()
+    assert open_run(tmp_path).notes == ["the run did not finish"]
+
+
+def test_a_summary_of_steps_that_were_cut_goes_with_them(tmp_path: Path, write_step: Write) -> None:
+    _finish_one(tmp_path, write_step, steps=3)
+    with RunFolder.create(tmp_path, config="", existing="resume", resume_after=3):
+        pass
+    assert open_run(tmp_path).summary == {"steps": 3}
+    with RunFolder.create(tmp_path, config="", existing="resume", resume_after=1):
+        pass  # it failed to start, from an older checkpoint
+    run = open_run(tmp_path)
+    assert (run.last_step, run.summary, run.finished) == (1, {}, False)
+
+
 _KILLED = """
 import os, signal, sys
 from dataproto_audit.dump.run_folder import RunFolder

@@ -159,3 +159,37 @@ def test_tokens_as_text(tmp_path):
     console.print(show(saved, rows=[0], decode=decode))
     assert "token" in console.file.getvalue()
     assert "«8»" in console.file.getvalue()
+
+
+CHAT = [
+    {"role": "system", "content": "be terse"},
+    {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "how\nmany?"}]},
+    {"role": "assistant", "content": None, "tool_calls": [{"id": 1}]},
+]
+SAID = "system: be terse | user: <image> how\\nmany? | assistant:  <tool_calls>"
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (CHAT, SAID),
+        (np.array(CHAT, dtype=object), SAID),
+        ({"messages": CHAT}, SAID),
+        (np.float64(1.5), "1.5"),
+        (np.str_("x"), "'x'"),
+        (np.bool_(True), "True"),
+        (torch.tensor(2), "2"),
+        (np.datetime64("2020-01-01"), "'2020-01-01'"),
+        ({"acc": np.float32(0.5), "k": (np.int64(3),)}, "{'acc': 0.5, 'k': (3,)}"),
+        (torch.float32, "float32"),
+        ([{"role": "user"}], "[{'role': 'user'}]"),
+        ([], "[]"),
+    ],
+)
+def test_values_are_told_without_names_of_libraries(value, said):
+    assert short(value) == said
+
+
+def test_a_long_chat_is_cut():
+    assert short([{"role": "user", "content": "x" * 500}] * 40).startswith("user: xxx")
+    assert len(short([{"role": "user", "content": "x" * 500}] * 40)) == 200

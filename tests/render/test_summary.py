@@ -36,6 +36,33 @@ def _printed(thing: Any = None, *, summary: dict[str, Any] | None = None) -> str
     return out.getvalue()
 
 
+def test_the_summary_says_over_how_many_steps_the_cpu_time_and_the_goal() -> None:
+    text = _printed(summary={**SUMMARY, "reward_mean_over": 3, "cpu_s": 131.4})
+    for fragment in (
+        "0.9, means of the first and last 3 steps", "131 s of all processes", "goal: 3 %",
+    ):  # fmt: skip
+        assert fragment in text
+    plain = _printed(summary={**SUMMARY, "reward_mean_over": 1})
+    assert "means of" not in plain
+    assert "all processes" not in plain
+
+
+def test_a_finding_about_no_stage_names_none() -> None:
+    data = {
+        "code": "DPA901", "severity": "warn", "check": "own", "stage": "", "when": "after",
+        "step": 3, "field": "", "rows": [], "row_keys": [], "columns": {}, "expected": "",
+        "actual": "", "evidence": {}, "causes": [], "hint": "",
+    }  # fmt: skip
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(render_finding(data))
+    assert "step 3, check own" in console.export_text()
+    console.print(render_finding({**data, "stage": "reward"}))
+    assert "step 3, after reward, check own" in console.export_text()
+    console.print(render_finding({**data, "step": None}))
+    assert "where" in (text := console.export_text())
+    assert "  check own" in text
+
+
 def test_the_summary_says_what_the_run_did() -> None:
     text = _printed(summary=SUMMARY)
     for fragment in (

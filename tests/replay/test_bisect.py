@@ -142,7 +142,7 @@ def test_a_model_of_other_weights_is_not_believed(tmp_path: Path) -> None:
     other = toy_scorers(replace(made.options, step_drift=1.0), step=9)
     verdict = bisect(tmp_path, scorers=Scorers(policy=other["policy"]))
     assert verdict.verdict == "healthy", verdict.story()
-    assert any("not the policy of this step" in text for text in verdict.missing)
+    assert any("not look like the policy of this run" in text for text in verdict.missing)
 
 
 def test_rows_that_fail_together_are_found_by_halving(tmp_path: Path) -> None:

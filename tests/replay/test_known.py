@@ -5,14 +5,14 @@ from copy import deepcopy
 import pytest
 
 from dataproto_audit.probes import Settings
-from dataproto_audit.probes.value_loss import TOLD
+from dataproto_audit.probes.value_terms import HOW
 from dataproto_audit.replay.anonymous import Renamer
 from dataproto_audit.replay.known import is_choice, is_entry
 from dataproto_audit.replay.recording import Piece, Recording, audit, loud
 
 from ._recorded import healthy
 
-NAMES = ("loss_mode", "gate_temperatures", "attended", "lengths", "seen", "old", "eps", *TOLD)
+NAMES = ("loss_mode", "gate_temperatures", "attended", "lengths", "seen", "old", "eps", *HOW)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -172,7 +172,7 @@ def test_a_rollout_without_a_mask_and_a_stage_of_the_user(tmp_path: Path) -> Non
     if "rollout_log_probs" in rollout.view.tensors:
         assert "record response_mask" in found["rollout_log_probs"].missing
     for part, stage in (("", "my_filter"), ("left", "rollout")):
-        beside = SimpleNamespace(stage=stage, when="after", part=part)
+        beside = SimpleNamespace(stage=stage, when="after", part=part, gap=False)
         step.seen.insert(0, Seen(beside, rollout.view, rollout.report))
         assert step.before("prompts") is None
         step.seen.pop(0)
