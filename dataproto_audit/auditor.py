@@ -31,6 +31,7 @@ from dataproto_audit.contracts.check import (
     Violation,
     missing_fields,
     unchecked,
+    unreadable,
     wrong_fields,
 )
 from dataproto_audit.contracts.stages import Stage, declared
@@ -164,8 +165,8 @@ class Auditor:
 
     def unseen(self) -> None:
         """A stage was left out: nothing is compared across it, what follows is looked at anew."""
-        self._trail.lose()
-        self._trail.begun = False
+        self._trail.state, self._trail.begun = None, False
+        self.recorder.unseen()
 
     def judge(self, stage: str, check: str, code: str, violations: Sequence[Violation]) -> Report:
         """Report what was compared elsewhere: a merge before it happens, meta entries."""
@@ -231,8 +232,6 @@ class Auditor:
             for finding in failed:
                 log.warning("%s", finding)
 
-    # -- checking ----------------------------------------------------------------------------------
-
     def _boundary(
         self,
         stage: type[Stage],
@@ -253,6 +252,7 @@ class Auditor:
         )
         if crossing is None:  # our own fault: what comes next has nothing to be compared with
             self._trail.lose()
+            self.recorder.unseen()
         elif when == "after" and self.level == "full":
             self._guarded(
                 "DPA901", "probes", report, self._probes, stage, context, report, crossing, first
@@ -299,7 +299,7 @@ class Auditor:
         crossing = self._trail.cross(stage, view, when)
         view = crossing.state.view
         wrong = wrong_fields(view, factors=self.settings.factors())
-        context.broken = {violation.field: f"is {violation.actual}" for violation in wrong}
+        context.broken = unreadable(view, wrong)
         missing = missing_fields(stage, view, when=when)
         if partial and missing:
             absent = f"field not in the batch: {', '.join(v.field for v in missing)}"

@@ -21,24 +21,20 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dataproto_audit.codes import UsageError
 from dataproto_audit.fingerprint import Hashes, row_hashes
+from dataproto_audit.forms import parts_of
 from dataproto_audit.policy import refuse_hidden
 from dataproto_audit.storage import (
     dense,
     is_plain_jagged,
     jagged_values,
     laid_out,
-    listed,
     ragged_rows,
-    shared,
     shifted,
 )
 
 Layout = Literal["padded", "jagged"]
 Array = NDArray[Any]
-
-_PARTS = ("batch", "non_tensor_batch", "meta_info")
 
 PROMPT_FIELDS = frozenset({"prompts"})
 FULL_FIELDS = ("input_ids", "attention_mask", "position_ids")
@@ -85,6 +81,8 @@ class BatchView:
         self.untracked = frozenset(untracked)
         self.fits_declaration: int | None = None
         """Number of declared fields when all of them were found to fit; None before that."""
+        self.odd: dict[str, Any] = {}
+        """Entries of a plain mapping that are no field at all, by name: a text, None..."""
         self.whole: BatchView = self
         """The batch as it is now, where this view shows how it was at an earlier stage."""
         self._numpy: dict[str, Array] = {}
@@ -95,49 +93,10 @@ class BatchView:
         """View ``batch``; :class:`UsageError` when it is no form of batch, or holds no data."""
         if isinstance(batch, BatchView):
             return batch
-        if batch is None:
-            return cls({}, {}, {})
-        if hasattr(batch, "non_tensor_batch") and hasattr(batch, "meta_info"):
-            return cls._of_parts(batch.batch, batch.non_tensor_batch, batch.meta_info)
-        if hasattr(batch, "batch_size") and hasattr(batch, "items"):  # a TensorDict
-            return cls._of_parts(batch)
-        if isinstance(batch, Mapping):
-            whole = any(part in batch for part in _PARTS)
-            for part in _PARTS:
-                if not (batch.get(part) is None or hasattr(batch[part], "items")) and whole:
-                    raise UsageError(
-                        "DPA857", f"{part} is no mapping but {type(batch[part]).__name__}.",
-                        "Pass a mapping from name to field.",
-                    )  # fmt: skip
-            return cls._of_parts(*map(batch.get, _PARTS)) if whole else cls._of_parts(batch)
-        raise UsageError(
-            "DPA857",
-            f"cannot read a batch from {type(batch).__name__}.",
-            "Pass a DataProto, a TensorDict, or a mapping with the key 'batch'.",
-        )
-
-    @classmethod
-    def _of_parts(cls, fields: Any, objects: Any = None, meta: Any = None) -> BatchView:
-        tensors: dict[str, Tensor] = {}
-        arrays: dict[str, Array] = {}
-        untracked = []
-        for name, value in () if fields is None else fields.items():
-            if isinstance(value, Tensor):
-                if value.is_meta:
-                    raise UsageError(
-                        "DPA857", f"the field {name} has no data.", "Move it off the meta device."
-                    )
-                tensors[str(name)] = value
-            elif isinstance(value, np.ndarray) and value.dtype.kind in "iufb":
-                tensors[str(name)] = shared(value)
-                untracked.append(str(name))
-            elif (array := listed(value)) is not None:
-                arrays[str(name)] = array
-        for name, value in (objects or {}).items():
-            array = listed(value)
-            if array is not None:
-                arrays[str(name)] = array
-        return cls(tensors, arrays, meta or {}, untracked=untracked)
+        parts = parts_of(batch)
+        view = cls(parts.tensors, parts.arrays, parts.meta, untracked=parts.untracked)
+        view.odd = parts.odd
+        return view
 
     def only(self, names: Iterable[str]) -> BatchView:
         """A view of some fields, with the sizes of the whole batch."""
@@ -150,7 +109,8 @@ class BatchView:
         )
         sizes = {"rows": self.rows, "prompt": self.prompt, "response": self.response}
         part.__dict__.update(sizes)  # where cached_property keeps them
-        part.whole = self
+        part.odd = {name: value for name, value in self.odd.items() if name in kept}
+        part.whole = self.whole
         part._numpy = self._numpy
         part.hashes = self.hashes
         return part
@@ -172,7 +132,9 @@ class BatchView:
                 arrays[ours] = self.arrays[theirs]
             elif theirs in self.tensors:
                 tensors[ours] = shifted(self.tensors[theirs], shift)
-        return BatchView(tensors, arrays, self.meta, untracked=(*self.untracked, *aliases))
+        named = BatchView(tensors, arrays, self.meta, untracked=(*self.untracked, *aliases))
+        named.odd = self.odd
+        return named
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors or name in self.arrays
@@ -278,6 +240,12 @@ class BatchView:
         if found is None:
             found = self._numpy[name] = self._as_numpy(name)
         return found
+
+    def read_as(self, name: str, array: Array) -> None:
+        """From now on :meth:`numpy` gives ``array`` for the field. Fingerprints stay its own."""
+        if name not in self.hashes and self.tensors[name].dim():
+            self.hash_rows([name])
+        self._numpy[name] = array
 
     def row_hashes(self, name: str) -> Hashes:
         """Fingerprint of each row of a tensor field (one that has an axis of rows)."""

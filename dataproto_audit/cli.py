@@ -17,7 +17,7 @@ import typer
 
 from dataproto_audit import __version__
 from dataproto_audit.codes import CODES, CodedError, InternalError, UsageError
-from dataproto_audit.commands import check, compare_backends, reduce, traces
+from dataproto_audit.commands import check, compare_backends, reduce, show, traces
 from dataproto_audit.commands.output import AsJson, print_json, printed, say, stop
 
 app = typer.Typer(
@@ -151,31 +151,6 @@ def _injected(text: str | None, *, last_step: int | None = None) -> Any:
 
 
 @app.command()
-def show(
-    path: Annotated[Path, typer.Argument(help="A saved batch, or a folder of them.")],
-    row: Annotated[
-        list[int] | None, typer.Option("--row", help="Show this row's tokens; -1: the last.")
-    ] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="Folder of a tokenizer, to show tokens as text.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Print what a saved batch holds; nothing of the file is executed."""
-    from rich.console import Console
-
-    from dataproto_audit.dump.readers import read_batches
-    from dataproto_audit.render import show as shown
-
-    decode = reduce.decoder(tokenizer) if tokenizer else None
-    for saved in read_batches(path):
-        if as_json:
-            print_json(shown.show_dict(saved, rows=row or (), decode=decode))
-        else:
-            Console().print(shown.show(saved, rows=row or (), decode=decode))
-
-
-@app.command()
 def selftest(
     seed: Annotated[int, typer.Option(help="Seed of the simulated batches.")] = 0,
     misses: Annotated[bool, typer.Option("--misses", help="List what was missed.")] = False,
@@ -294,6 +269,7 @@ def codes(as_json: AsJson = False) -> None:
 
 check.register(app)
 reduce.register(app)
+show.register(app)
 traces.register(app)
 compare_backends.register(app)
 

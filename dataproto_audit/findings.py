@@ -114,10 +114,16 @@ class Finding:
         }
 
     def __str__(self) -> str:
-        at = f"step {self.step}, " if self.step is not None else ""
-        title = f"{self.code} {self.severity}: {self.title} ({at}{self.when} {self.stage})"
+        where = place_of(self.step, self.when, self.stage)
+        title = f"{self.code} {self.severity}: {self.title}" + (f" ({where})" if where else "")
         details = (f"  {name:9} {text}" for name, text in finding_lines(self.to_dict()))
         return "\n".join((title, *details))
+
+
+def place_of(step: int | None, when: str, stage: str) -> str:
+    """``step 3, after reward``; a finding about no stage, as of a fault of our own, names none."""
+    at = [] if step is None else [f"step {step}"]
+    return ", ".join([*at, f"{when} {stage}"] if stage else at)
 
 
 def finding_lines(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -229,6 +235,7 @@ class Report:
             said += " with " + ", ".join(f"{n} {s}" for s, n in self.severities().items() if n)
         head = f"{said}: {counted(counts, ok=self.ok)}"
         reasons = Counter(outcome.reason for outcome in self.not_checkable).most_common()
+        reasons.sort(key=lambda each: not each[0].startswith("setting unknown"))  # can be told
         lacking = [f"  not checkable {many:3} x  {why}" for why, many in reasons[:MAX_REASONS]]
         if len(reasons) > MAX_REASONS:
             lacking.append(f"  and {len(reasons) - MAX_REASONS} more reasons (--json lists all)")

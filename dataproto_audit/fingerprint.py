@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dataproto_audit import fast
+from dataproto_audit.storage import plain_tensor
 
 Hashes = NDArray[np.uint64]
 
@@ -176,7 +177,7 @@ def frozen(value: Any, depth: int = 0) -> Any:
 def _frozen_tensor(tensor: Tensor) -> Any:
     if tensor.is_nested:
         return tuple(map(_frozen_tensor, tensor.unbind()))
-    if tensor.layout != torch.strided:
-        tensor = tensor.to_dense()
-    flat = tensor.cpu().contiguous().reshape(-1)
+    if tensor.is_meta:
+        return tuple(tensor.shape), "no data"
+    flat = plain_tensor(tensor).resolve_conj().resolve_neg().contiguous().reshape(-1)
     return tuple(tensor.shape), flat.view(torch.uint8).numpy().tobytes() if len(flat) else b""

@@ -43,17 +43,23 @@ def dense(tensor: Tensor) -> NDArray[Any]:
             pass
         else:
             return plain
-    tensor = tensor.detach()
-    if tensor.layout != torch.strided:
-        tensor = tensor.to_dense()
-    if tensor.device.type != "cpu":
-        tensor = tensor.cpu()
+    tensor = plain_tensor(tensor)
     try:
         out: NDArray[Any] = tensor.numpy()
     except (TypeError, RuntimeError):  # no such dtype, or a lazy conjugate or negative
         resolved = tensor.resolve_conj().resolve_neg()
         out = (resolved if resolved.is_complex() else resolved.float()).numpy()
     return out
+
+
+def plain_tensor(tensor: Tensor) -> Tensor:
+    """``tensor`` in host memory and dense, its numbers as they are meant; no gradient."""
+    tensor = tensor.detach()
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    return tensor if tensor.device.type == "cpu" else tensor.cpu()
 
 
 def shared(array: NDArray[Any]) -> Tensor:
@@ -73,8 +79,8 @@ def listed(value: Any) -> NDArray[Any] | None:
     """A non-tensor field with one entry per row; None for what has no rows."""
     if isinstance(value, np.ndarray):
         return value
-    if isinstance(value, Tensor) and (value.is_nested or value.layout != torch.strided):
-        value = list(value.unbind()) if value.is_nested else value.to_dense()
+    if isinstance(value, Tensor):
+        value = list(value.unbind()) if value.is_nested else plain_tensor(value)
     items = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(items, (list, tuple)):
         return None

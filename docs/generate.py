@@ -95,7 +95,15 @@ def configuration_page() -> str:
         "from the newest checkpoint in `trainer.run_dir`, starts where no run is, and refuses a"
     ]
     lines += [
-        "run that it cannot go on with. A run that is refused leaves its folder as it was.",
+        "run that it cannot go on with: after other data, with another model, vocabulary, precision"
+    ]
+    lines += [
+        "or optimizer than the checkpoint's. A newer checkpoint that cannot be read is passed over,"
+    ]
+    lines += ["which the plan and the first lines of the run say. A run that is refused leaves its"]
+    lines += ["folder as it was. Another `reward.custom_reward_function.path` starts with the name"]
+    lines += [
+        "`compute_score`, another `data.generator` without arguments.",
         "",
     ]
     _section(Config(), "", lines)

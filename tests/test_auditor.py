@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import dataproto_audit as da
-from dataproto_audit.auditor import Auditor
+from dataproto_audit.auditor import Auditor, Settings
 from dataproto_audit.codes import UsageError
 from dataproto_audit.dump.tables import TableWriter
 from dataproto_audit.findings import OUTCOME_KINDS, AuditError
@@ -104,6 +104,7 @@ def test_every_probe_that_fits_the_loop_fires_on_healthy_steps():
         Options(entropy=True, prompts=12, n=8, response_width=12),
     ):
         fired |= audited(options, Auditor(options.settings()), steps=4).fired
+    fired |= audited(Options(prompts=6), Auditor(Settings(n=4)), steps=2).fired
     with_a_model = {f"{field}_recomputed" for field in PRODUCERS}
     assert set(PROBES) - fired <= {
         "token_limit", "packed_rows", "engine_scores_alike", *with_a_model,

@@ -125,12 +125,38 @@ def test_a_bad_batch_is_a_finding_or_a_clear_error_never_our_fault(name, stage):
     batch["batch"] |= BAD[name]
     auditor = Auditor(Options().settings(), on_fail="record")
     auditor.begin_step(1)
-    if name == "meta device":
-        with pytest.raises(UsageError, match="responses has no data"):
-            auditor.boundary(stage, batch)
-        return
     auditor.boundary(stage, batch)
+    if name == "meta device":
+        [told] = [f for f in auditor.findings if f.code == "DPA102"]
+        assert (told.field, told.stage) == ("responses", stage)
+        assert "without data" in told.actual
     assert not [str(f) for f in auditor.findings if f.code.startswith("DPA9")]
+
+
+def test_a_dataproto_without_data_is_refused():
+    batch = DataProto.from_dict({"responses": torch.zeros(2, 4, dtype=torch.long, device="meta")})
+    with pytest.raises(UsageError, match="responses has no data"):
+        BatchView.of(batch)
+
+
+ODD = {"a text": "abc", "nothing": None, "a number": 3, "a mapping": {"a": 1},
+       "no data": torch.zeros(2, 4, device="meta")}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_is_no_field_is_kept_apart_in_a_mapping(name):
+    fields = {"old_log_probs": ODD[name], "responses": torch.zeros(2, 4, dtype=torch.long)}
+    for batch in ({"batch": fields}, fields):
+        view = BatchView.of(batch)
+        assert view.names == ("responses",)
+        assert list(view.odd) == ["old_log_probs"]
+        assert list(view.under({"a": ("b", 0)}).odd) == ["old_log_probs"]
+        assert not view.only(["responses"]).odd
+
+
+def test_a_view_of_a_part_of_a_part_knows_the_whole_batch():
+    view = BatchView.of({"a": torch.ones(2, 3), "b": torch.zeros(2, 3), "c": torch.ones(2)})
+    assert view.only(["a", "b"]).only(["a"]).whole is view
 
 
 def test_a_batch_without_tensors():

@@ -57,6 +57,13 @@ def test_the_text_names_code_place_field_cells_and_causes() -> None:
         assert fragment in text
 
 
+def test_a_finding_about_no_stage_names_none() -> None:
+    own = {"stage": "", "code": "DPA901"}
+    assert str(finding(**own)).splitlines()[0].endswith(" (step 3)")
+    assert not str(finding(**own, step=None)).splitlines()[0].endswith(")")
+    assert "(after rollout)" in str(finding(step=None))
+
+
 def test_long_lists_are_cut_in_the_text_only() -> None:
     many = finding(rows=tuple(range(40)), columns={row: tuple(range(20)) for row in range(40)})
     text = str(many)

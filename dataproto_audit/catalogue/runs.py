@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataproto_audit.catalogue.entry import Entry
 
+RESUME = "Resume from the last checkpoint, if one was saved (trainer.save_freq)."
+
 ENTRIES: tuple[Entry, ...] = (
     ("DPA801", "the run folder is in use",
      "Another run writes into this folder, or finished in it.", (),
@@ -61,11 +63,11 @@ ENTRIES: tuple[Entry, ...] = (
     ("DPA861", "the reward function returned something unusable",
      "One finite number is expected for each row.", (), "Return one finite score per row."),
     ("DPA863", "a worker raised an error",
-     "A training rank raised; its peers were stopped.", (), "Resume from the last checkpoint."),
+     "A training rank raised; its peers were stopped.", (), RESUME),
     ("DPA864", "a worker process died",
-     "A training rank is gone; its peers were stopped.", (), "Resume from the last checkpoint."),
+     "A training rank is gone; its peers were stopped.", (), RESUME),
     ("DPA865", "the rollout engine died",
-     "The rollout process is gone.", (), "Resume from the last checkpoint."),
+     "The rollout process is gone.", (), RESUME),
     ("DPA866", "a collective timed out",
      "A rank waited for its peers longer than the time-out.", (), "See the named rank's stage."),
     ("DPA867", "the weights for the rollout engine do not fit together",

@@ -22,7 +22,7 @@ from dataproto_audit.auditor import Auditor
 from dataproto_audit.batch import BatchView
 from dataproto_audit.checker.config import settings_from
 from dataproto_audit.checker.metrics import as_metrics
-from dataproto_audit.checker.names import check_aliases, nothing_known, without_source
+from dataproto_audit.checker.names import check_aliases, no_parts, nothing_known, without_source
 from dataproto_audit.checker.reached import producer, seen_at, stages_reached
 from dataproto_audit.codes import UsageError
 from dataproto_audit.contracts.check import Violation, undeclared
@@ -51,7 +51,8 @@ def check(
 
     Args:
         batch: our or verl's ``DataProto``, a padded or jagged ``TensorDict``, a mapping with the
-            keys ``batch``, ``non_tensor_batch`` and ``meta_info``, what
+            keys ``batch``, ``non_tensor_batch`` and ``meta_info`` (what holds no data in it, or
+            is no field, is a finding), what
             :func:`~dataproto_audit.dump.readers.read_batches` returns, or None with a history.
         stage: the stage that the batch has just left, checked alone; without it every stage that
             the fields show the batch to have passed (:mod:`dataproto_audit.checker.reached`).
@@ -89,6 +90,7 @@ def check(
     if view is not None and given is not None:
         auditor.begin_step(_step_of(view))
         report.extend(_meta(auditor, wrong))
+        report.extend(_said(auditor, "batch.parts", "DPA102", no_parts(view), stage="prompts"))
         report.outcomes += without_source(policy, given)
         for unknown in nothing_known(view):
             reason = f"no field that is declared, {unknown.actual}"
@@ -103,6 +105,9 @@ def check(
             )
         else:
             report.extend(_stages(auditor, [stage] if stage else None, view))
+        if not report.outcomes:
+            reason = "there is no field in the batch"
+            report.outcomes.append(Outcome("fields.known", "DPA101", "not_checkable", reason))
     report.findings[:] = ordered(report.findings)
     return report
 
@@ -154,9 +159,11 @@ def _listed(given: Iterable[Any] | None, name: str, of: str) -> list[Any]:
     return list(given)
 
 
-def _said(auditor: Auditor, check: str, code: str, found: list[Violation]) -> Report:
+def _said(
+    auditor: Auditor, check: str, code: str, found: list[Violation], *, stage: str = "rollout"
+) -> Report:
     """Findings about what belongs to no stage: nothing checkable, a model of other ids."""
-    return auditor.judge("rollout", check, code, found) if found else Report()
+    return auditor.judge(stage, check, code, found) if found else Report()
 
 
 def _meta(auditor: Auditor, wrong: Mapping[str, str]) -> Report:

@@ -1,14 +1,16 @@
 """Settings of a run from what lies around: a configuration, and the meta entries of a batch.
 
 A configuration is a :class:`Settings`, a mapping (nested as verl's YAML, flat with dots, or with
-our own names), or the path of a YAML file. It wins over the meta entries; what neither says stays
-unknown, and the checks that need it are ``not_checkable``.
+our own names), the path of a YAML file, or a text of ``key=value`` with blanks between. It wins
+over the meta entries; what neither says stays unknown, and the checks that need it are
+``not_checkable``.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -107,6 +109,10 @@ def settings_from(config: Any, meta: Mapping[str, Any]) -> tuple[Settings, dict[
     return replace(base, **found), wrong
 
 
+PAIR = re.compile(r"[A-Za-z_][\w.]*=.*")
+"""One word of a configuration that is written out."""
+
+
 def _refuse_typos(given: Mapping[str, Any]) -> None:
     """An unknown plain name that is nearly a setting's; keys with dots belong to verl's sections,
     which hold many more than we read."""
@@ -127,8 +133,11 @@ def _loaded(config: Any) -> Any:
         from omegaconf.errors import OmegaConfBaseException
 
         try:
-            text = Path(config).read_text(encoding="utf-8")
-            config = OmegaConf.create(text)
+            if _is_inline(config):
+                config = OmegaConf.from_dotlist(str(config).split())
+                _refuse_unread(OmegaConf.to_container(config, resolve=False))
+            else:
+                config = OmegaConf.create(Path(config).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, RecursionError) as error:
             raise UsageError("DPA851", f"{config}: cannot be read ({error}).", YAML) from error
         except (OmegaConfBaseException, ValueError) as error:
@@ -148,6 +157,26 @@ def _loaded(config: Any) -> Any:
             YAML,
         )
     return config
+
+
+def _is_inline(config: str | os.PathLike[str]) -> bool:
+    """True for ``adv_estimator=grpo n=4``, which is no file."""
+    words = str(config).split()
+    inline = isinstance(config, str) and bool(words) and all(map(PAIR.fullmatch, words))
+    named = str(config).endswith((".yaml", ".yml"))
+    return inline and not named and not Path(config).exists()
+
+
+def _refuse_unread(given: Any) -> None:
+    """Of pairs that were typed to be read, one that nothing reads is a mistake."""
+    known = {*get_type_hints(Settings), *(name for names in NAMES.values() for name in names)}
+    for name, _ in _flat(given):
+        if name not in known:
+            near = difflib.get_close_matches(name, sorted(known), 1)
+            raise UsageError(
+                "DPA850", f"no setting is read from {name!r}.",
+                f"Did you mean {near[0]!r}?" if near else "Name a setting, or a file of them.",
+            )  # fmt: skip
 
 
 def _flat(config: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -173,7 +202,10 @@ def _as(kind: Any, value: Any) -> tuple[Any, str]:
     kinds = [k for k in get_args(kind) if k is not type(None)]
     wanted = kinds[0] if kinds else kind
     if hasattr(value, "ndim") and hasattr(value, "tolist"):  # of numpy or torch
-        value = value.tolist()
+        try:
+            value = value.tolist()
+        except (NotImplementedError, RuntimeError):  # a tensor without data, or quantised
+            return None, "which cannot be read"
     if wanted is bool:
         if isinstance(value, (bool, int, float)) and value in (0, 1):
             return bool(value), ""

@@ -18,6 +18,10 @@ from dataproto_audit.dump.readers import Saved, is_folder, read_batches, read_fo
 from dataproto_audit.dump.readers.metric_logs import is_metric_log, read_history
 from dataproto_audit.findings import Report
 from dataproto_audit.policy import Policy
+from dataproto_audit.probes.inferred import UNTOLD_ESTIMATOR
+
+UNTOLD = "not recomputed, as nothing says the estimator: give it, as in --config adv_estimator=grpo"
+"""Said of advantages, which could be any numbers otherwise."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +35,20 @@ class Checked:
     evidence_level: str
     notes: tuple[str, ...] = ()
 
+    @property
+    def untold(self) -> tuple[str, ...]:
+        """What was not judged for want of a setting that one option would give."""
+        lacking = any(
+            one.kind == "not_checkable" and one.check == "advantage_inferred"
+            and one.reason.startswith(UNTOLD_ESTIMATOR) for one in self.report.outcomes
+        )  # fmt: skip
+        return (f"advantages: {UNTOLD}",) if lacking else ()
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data with stable keys."""
         said = {"path": self.label, **json.loads(self.report.to_json())}
-        return {**said, "evidence_level": self.evidence_level, "notes": list(self.notes)}
+        more = {"notes": list(self.notes), "untold": list(self.untold)}
+        return {**said, "evidence_level": self.evidence_level, **more}
 
 
 def check_file(

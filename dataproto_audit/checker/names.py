@@ -10,9 +10,10 @@ from difflib import get_close_matches
 
 from dataproto_audit.batch import BatchView
 from dataproto_audit.codes import UsageError
-from dataproto_audit.contracts.check import Violation
+from dataproto_audit.contracts.check import Violation, said
 from dataproto_audit.contracts.fields import FIELDS
 from dataproto_audit.findings import Outcome
+from dataproto_audit.forms import PARTS
 from dataproto_audit.policy import Policy
 
 
@@ -42,7 +43,17 @@ def without_source(policy: Policy | None, view: BatchView) -> list[Outcome]:
 
 def nothing_known(view: BatchView) -> list[Violation]:
     """A batch that has fields, and none that any stage declares: checked, it would be ``ok``."""
-    if not view.names or any(name in FIELDS for name in view.names):
+    names = (*view.names, *(name for name in view.odd if name not in PARTS))
+    if not names or any(name in FIELDS for name in names):
         return []
     expected = "fields such as prompts, responses, response_mask, old_log_probs or raw_prompt"
-    return [Violation("DPA101", "", expected, f"only {', '.join(view.names[:8])}", {})]
+    return [Violation("DPA101", "", expected, f"only {', '.join(names[:8])}", {})]
+
+
+def no_parts(view: BatchView) -> list[Violation]:
+    """Parts of the mapping form that are no mapping from name to field."""
+    return [
+        Violation("DPA102", part, "a mapping from name to field", said(view.odd[part]), {})
+        for part in PARTS
+        if part in view.odd
+    ]

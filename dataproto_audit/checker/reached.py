@@ -45,7 +45,8 @@ def producer(name: str) -> str:
 
 def stages_reached(view: BatchView, settings: Any) -> list[str]:
     """Stages that the batch has left, in the order of the loop."""
-    wrote = {producer(name) for name in view.names}
+    there = (*view.names, *(name for name in view.odd if name in FIELDS))
+    wrote = {producer(name) for name in there}
     if wrote <= {"prompts"}:
         return ["prompts"] if wrote else []
     marks = {
@@ -67,7 +68,7 @@ def seen_at(stage: str, view: BatchView) -> BatchView:
     until = order.index(stage)
     return view.only(
         name
-        for name in view.names
+        for name in (*view.names, *view.odd)
         if min(order.index(p) for p in SHARED.get(name, (producer(name),))) <= until
     )
 

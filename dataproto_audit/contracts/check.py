@@ -61,12 +61,41 @@ def missing_fields(stage: type[Stage], view: BatchView, *, when: str) -> list[Vi
     return [
         _missing(name)
         for name in required
-        if name not in view and FIELDS[name].kind != "meta" and not view.has(name)
+        if FIELDS[name].kind != "meta" and not view.has(name) and name not in view.odd
     ]
 
 
 def wrong_fields(view: BatchView, *, factors: Mapping[str, int] | None = None) -> list[Violation]:
     """Declared fields of the wrong kind or size (DPA102, DPA103), arrays of other rows (DPA109)."""
+    if view.odd:
+        return [*_no_fields(view), *_sized(view, factors)]
+    return _sized(view, factors)
+
+
+def _no_fields(view: BatchView) -> Iterable[Violation]:
+    """Entries under the name of a declared field that are none: a text, None, no data."""
+    for name, value in view.odd.items():
+        field = FIELDS.get(name)
+        if field is None or field.kind == "meta":
+            continue
+        if field.kind == "tensor":
+            code, expected = "DPA102", f"a tensor, {field.number}[{field.axes.replace(' ', ',')}]"
+        else:
+            code, expected = "DPA109", f"one entry for each of {view.rows} rows"
+        yield Violation(code, name, expected, said(value), {}, ("wrong_dtype",))
+
+
+def said(value: object) -> str:
+    """What something that is no field is, in short: ``str 'abc'``, ``None``."""
+    if isinstance(value, Tensor):
+        return f"a tensor without data, on the device {value.device}"
+    if value is None:
+        return "None"
+    told = repr(value) if isinstance(value, (str, int, float)) else ""
+    return f"{type(value).__name__} {told[:40]}".strip()
+
+
+def _sized(view: BatchView, factors: Mapping[str, int] | None) -> list[Violation]:
     if view.fits_declaration == len(FIELDS):
         return []
     signature = (len(FIELDS), view.rows, view.prompt, view.response, *view.signature)
@@ -81,6 +110,29 @@ def wrong_fields(view: BatchView, *, factors: Mapping[str, int] | None = None) -
         _PASSED.add(signature)
         view.fits_declaration = len(FIELDS)
     return found
+
+
+def unreadable(view: BatchView, wrong: Iterable[Violation]) -> dict[str, str]:
+    """Fields that no probe should read, each with what it is; of the violations ``wrong``.
+
+    A mask of floats that are all exactly 0 or 1 is of the wrong kind and plain to read: ``view``
+    gives it as integers from here on.
+    """
+    out = {}
+    for violation in wrong:
+        if violation.code == "DPA102" and _float_mask(view, violation.field):
+            view.read_as(violation.field, view.numpy(violation.field).astype(np.int64))
+        else:
+            out[violation.field] = f"is {violation.actual}"
+    return out
+
+
+def _float_mask(view: BatchView, name: str) -> bool:
+    tensor = view.tensors.get(name)
+    if tensor is None or "bool" not in FIELDS[name].number or not tensor.is_floating_point():
+        return False
+    values = view.numpy(name)
+    return bool(((values == 0) | (values == 1)).all())
 
 
 def unchecked(view: BatchView) -> dict[str, str]:

@@ -38,24 +38,55 @@ def union_violations(
 def concat_violations(parts: Sequence[BatchView]) -> list[RowViolation]:
     """Entries that not all parts have (DPA116), other widths (DPA103), other meta (DPA115)."""
     filled = [part for part in parts if part.names]
-    found = []
+    found: list[RowViolation] = []
+    wide: list[tuple[str, list[BatchView]]] = []
     for name in dict.fromkeys(name for part in filled for name in part.names):
         having = [part for part in filled if name in part]
         if len(having) < len(filled):
             at = next(i for i, part in enumerate(parts) if part.names and name not in part)
             found.append(_lost(name, "in every part", f"missing in part {at}"))
             continue
-        widths = {_width(part, name) for part in having}
-        if len(widths) > 1:
-            shapes = ", ".join(describe(part, name) for part in having)
-            found.append(RowViolation("DPA103", name, "one width in all parts", shapes, {},
-                                      ("wrong_width",)))  # fmt: skip
+        if len({_width(part, name) for part in having}) > 1:
+            wide.append((name, having))
+    found += _other_widths(wide)
     for key in dict.fromkeys(key for part in parts for key in part.meta):
         places = [i for i, part in enumerate(parts) if key in part.meta]
         if len(places) < len(parts) and key not in FREE:
             at_parts = ", ".join(map(str, places))
             found.append(_lost(f"meta_info.{key}", "in every part", f"only in part {at_parts}"))
     return found + _meta_differs(parts)
+
+
+def _other_widths(fields: Sequence[tuple[str, list[BatchView]]]) -> list[RowViolation]:
+    """One violation for each axis, prompt or response, whose width differs, and for each field of
+    other widths; the other fields of an axis are its evidence."""
+    alike: dict[object, list[tuple[str, list[BatchView]]]] = {}
+    for name, parts in fields:
+        alike.setdefault(_axis(name, parts), []).append((name, parts))
+    both = alike.get("prompt+response")
+    axis = next((a for a in ("response", "prompt") if a in alike), None)
+    if both and axis:
+        alike[axis] += alike.pop("prompt+response")
+    out = []
+    for same in alike.values():
+        name, parts = same[0]
+        shapes = ", ".join(describe(part, name) for part in parts)
+        others = {"also": ", ".join(other for other, _ in same[1:])} if same[1:] else {}
+        out.append(RowViolation("DPA103", name, "one width in all parts", shapes, others,
+                                ("wrong_width",)))  # fmt: skip
+    return out
+
+
+def _axis(name: str, parts: Sequence[BatchView]) -> object:
+    """The axis that the last one of the field is in every part; its own name for another one."""
+    widths = [_width(part, name) or (0,) for part in parts]
+    for axis in ("response", "prompt", "prompt+response"):
+        sizes = [[getattr(part, one) for one in axis.split("+")] for part in parts]
+        if any(None in size for size in sizes):
+            continue
+        if [w[-1:] for w in widths] == [(sum(size),) for size in sizes]:
+            return axis
+    return ("field", name)
 
 
 def _width(part: BatchView, name: str) -> tuple[int, ...] | None:

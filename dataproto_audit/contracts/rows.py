@@ -46,7 +46,7 @@ class RowState:
 
     def untouched(self, view: BatchView) -> bool:
         """True when ``view`` shows these very tensors and objects, none of them written since."""
-        if view.names != self.view.names or view.untracked:
+        if view.names != self.view.names or view.untracked or view.odd or self.view.odd:
             return False
         own, versions = self.view.tensors, self._versions
         for name, tensor in view.tensors.items():

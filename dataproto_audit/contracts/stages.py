@@ -44,6 +44,12 @@ class Stage:
         return frozenset((*cls.changes, *cls.drops)).union(*optional)
 
     @classmethod
+    def unsettled(cls, settings: Any) -> frozenset[str]:
+        """Fields that the stage may change or not: nobody told the setting."""
+        unknown = (n for s, n in cls.if_configured.items() if getattr(settings, s) is None)
+        return frozenset().union(*unknown)
+
+    @classmethod
     def declared(cls) -> tuple[str, ...]:
         """All fields the stage names."""
         return (*cls.reads, *cls.adds, *cls.may_add, *cls.changes)

@@ -130,6 +130,7 @@ class Trail:
             return _not_compared(seen, f"rows that {stage.rows.relation} are not followed")
         sizes = {"n": self.settings.n or 1, **self.settings.factors()}
         free = stage.changeable(self.settings)
+        free |= {name for name in stage.unsettled(self.settings) if _cut(base, state, name)}
         found = compare_rows(stage, base, state, sizes=sizes, free=free)
         if stage.name == "union" and self.origin is not None and self.settings.n:
             found += compare_expanded(self.origin, state, self.settings.n)
@@ -155,6 +156,14 @@ def _meta_lost(
             evidence = {"it was": str(before[name])}
             causes = ("meta_lost", "field_forgotten")
             yield Violation(code, f"meta_info.{name}", kept, "gone", evidence, causes)
+
+
+def _cut(before: RowState, after: RowState, name: str) -> bool:
+    """True for a mask that only lost tokens, which is what a rejection does to it."""
+    if name in after.same or not (name in before.view.tensors and name in after.view.tensors):
+        return False
+    old, new = before.view.numpy(name), after.view.numpy(name)
+    return old.shape == new.shape and not ((new != 0) & (old == 0)).any()
 
 
 def _not_compared(seen: Crossing, reason: str) -> Crossing:

@@ -61,13 +61,13 @@ def _groups(view: BatchView, ctx: Context) -> Any:
     return np.where(filling, alone, codes)
 
 
-def _cut(view: BatchView, ctx: Context) -> bool:
+def cut_groups(view: BatchView, ctx: Context) -> bool:
     """Whether groups have other sizes than n, as those of one rank's rows."""
     counts, n = group_sizes(view, ctx), ctx.settings.n
     return n is not None and n > 1 and bool(((counts != n) & (counts > 0)).any())
 
 
-def _group_stats(view: BatchView, ctx: Context, *, with_lengths: bool) -> GroupStats:
+def group_stats(view: BatchView, ctx: Context, *, with_lengths: bool) -> GroupStats:
     """Statistics of the rows' scores by uid; lengths only where a rule looks at them."""
     scores = row_sum(view.numpy("token_level_rewards"), np.float64)
     codes = torch.from_numpy(_groups(view, ctx))
@@ -78,7 +78,8 @@ def _group_stats(view: BatchView, ctx: Context, *, with_lengths: bool) -> GroupS
     return stats_of_codes(torch.from_numpy(scores), codes, lengths)
 
 
-def _coarsest(view: BatchView, *names: str) -> torch.dtype:
+def coarsest(view: BatchView, *names: str) -> torch.dtype:
+    """The least precise dtype of these fields."""
     return max((view.tensors[name].dtype for name in names), key=lambda d: torch.finfo(d).eps)
 
 
@@ -108,7 +109,7 @@ def advantage_recomputed(
     known, by_std = RULES[estimator], ctx.settings.norm_adv_by_std
     forms = [by_std] if by_std in known else sorted(known, reverse=True)
     with torch.inference_mode():  # nothing is differentiated: half the cost of small tensors
-        groups = _group_stats(view, ctx, with_lengths=estimator == "opo")
+        groups = group_stats(view, ctx, with_lengths=estimator == "opo")
         wants = [unchecked(known[bool(form)])(groups).numpy()[:, None] for form in forms]
     within = stats[TRAINED_RANGE.name]
     nothing = within[:, :1] > within[:, 1:]
@@ -125,7 +126,7 @@ def advantage_recomputed(
             groups,
             norm_by_std=bool(form),
             magnitude=torch.from_numpy(size),
-            dtype=_coarsest(view, "advantages", "token_level_rewards"),
+            dtype=coarsest(view, "advantages", "token_level_rewards"),
         ).numpy()
         error = np.abs(found - want)
         bad = ~(error <= bound[:, None] + RELATIVE * np.maximum(1.0, np.abs(want)))
@@ -135,8 +136,8 @@ def advantage_recomputed(
         if worst is None or bad.sum() < worst[1].sum():  # the form that explains most
             worst = known[bool(form)], bad, want, bound
     if worst is not None:
-        groups = _group_stats(view, ctx, with_lengths=True)
-        yield _wrong(ctx, groups, worst[0], found, ~skipped, *worst[1:], cut=_cut(view, ctx))
+        groups = group_stats(view, ctx, with_lengths=True)
+        yield _wrong(ctx, groups, worst[0], found, ~skipped, *worst[1:], cut=cut_groups(view, ctx))
 
 
 def _wrong(
@@ -187,14 +188,17 @@ def _returns_differ(view: BatchView, ctx: Context) -> Iterable[Finding]:
         )
 
 
-MASKED = frozenset({*RULES, PLUS, PLUS_BASELINE})
-"""Estimators that multiply by the mask at the end. GAE whitens last and ReMax takes a baseline off
-returns, so both leave values off it; of others nothing is known."""
+MASKED = frozenset({*RULES, PLUS, PLUS_BASELINE, "gdpo", "optimal_token_baseline",
+                    "tir_optimal_token_baseline"})  # fmt: skip
+"""Estimators that multiply by the mask at the end (``core_algos.py`` of verl 0.9.1). GAE whitens
+last and ReMax takes a baseline off returns, so both leave values off it; of others nothing is
+known."""
 LEAVING = ("values", "reward_baselines")
 """Inputs of the estimators that do not."""
 
 
-def _masked(ctx: Context) -> str:
+def may_leave_values(ctx: Context) -> str:
+    """Why advantages need not be 0 off the mask; '' where they are, or are of nobody knows what."""
     estimator = ctx.settings.adv_estimator
     known = estimator is None or _named(estimator) in MASKED
     return "" if known else f"{estimator} may leave values off the mask"
@@ -211,7 +215,7 @@ def _masked(ctx: Context) -> str:
             lambda block: some((block["advantages"] != 0) > block.mask),
         ),
     ),
-    applies=_masked,
+    applies=may_leave_values,
 )
 def advantage_off_mask(
     view: BatchView, stats: Mapping[str, Any], ctx: Context

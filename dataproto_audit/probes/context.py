@@ -8,10 +8,12 @@ from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from dataproto_audit.batch import BatchView
 from dataproto_audit.findings import Finding, OutcomeKind, Severity, When
 from dataproto_audit.fingerprint import frozen
+from dataproto_audit.storage import dense
 
 NOTES = ("ranks", "losses")
 """Evidence that is a list of mappings: one of each rank, or mini-batch."""
@@ -127,8 +129,11 @@ class Context:
     def given(self, name: str) -> Any:
         """What the producer passed along under ``name``; None where it is of another kind than
         documented. A batch's meta entries count too, and may use the name for something else.
+        Tensors come as arrays; one without data counts as nothing.
         """
         value = self.evidence.get(name)
+        if isinstance(value, Tensor):
+            value = None if value.is_meta else dense(value)
         if name in NOTES:
             if not isinstance(value, (list, tuple)):
                 return None
@@ -223,16 +228,37 @@ def group_codes(view: BatchView, ctx: Context) -> tuple[NDArray[np.int64], list[
 
 
 def group_sizes(view: BatchView, ctx: Context) -> NDArray[np.int64]:
-    """Rows of each group of :func:`group_codes`, those that only fill the batch up left out."""
+    """Rows of each group of :func:`group_codes`, those that only fill the batch up left out.
+
+    A row that is trained among others of its group counts, whatever flag it bears: the flag is
+    what is wrong with it then.
+    """
     codes, uids = group_codes(view, ctx)
     filling = filling_rows(view)
-    counted = codes if filling is None else codes[~filling]
+    if filling is None:
+        counted = codes
+    else:
+        real = np.bincount(codes[~filling], minlength=len(uids))[codes] > 0
+        counted = codes[~(filling & ~(real & _trained(view)))]
     return np.bincount(counted, minlength=len(uids)).astype(np.int64, copy=False)
 
 
+def _trained(view: BatchView) -> NDArray[np.bool_]:
+    """Rows with a trained token ``[rows]``, as far as that is known."""
+    mask = view.numpy("response_mask") if "response_mask" in view.tensors else np.zeros((0, 0))
+    if mask.ndim != 2 or len(mask) != view.rows:
+        return np.zeros(view.rows, np.bool_)
+    trained: NDArray[np.bool_] = (mask != 0).any(1)
+    return trained
+
+
 def filling_field(view: BatchView) -> str | None:
-    """The field that flags rows which only fill the batch up: ``is_padding`` or ``is_pad``."""
-    return next((name for name in ("is_padding", "is_pad") if name in view), None)
+    """The field that flags rows which only fill the batch up: ``is_padding`` or ``is_pad``.
+
+    Looked up in the whole batch: dispatch writes the flag, and the rows are what they are in the
+    stages before it.
+    """
+    return next((name for name in ("is_padding", "is_pad") if name in view.whole), None)
 
 
 def filling_rows(view: BatchView) -> NDArray[np.bool_] | None:
@@ -243,7 +269,7 @@ def filling_rows(view: BatchView) -> NDArray[np.bool_] | None:
     name = filling_field(view)
     if name is None:
         return None
-    flags = view.numpy(name).reshape(-1).tolist()
+    flags = view.whole.numpy(name).reshape(-1).tolist()
     if len(flags) != view.rows or not all(isinstance(f, (bool, int, float)) for f in flags):
         return None
     return np.array([flag != 0 for flag in flags], np.bool_)

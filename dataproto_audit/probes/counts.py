@@ -30,7 +30,7 @@ def token_counts(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Ite
 
     Reported once a step. Throughput and load are computed from it, nothing that is trained on.
     """
-    told = np.asarray(ctx.evidence[NAME])
+    told = np.asarray(ctx.given(NAME))
     if told.shape != (view.rows,) or told.dtype.kind not in "iuf":
         ctx.unknown(f"{NAME} is not one number a row")
     counted = stats["prompt_length"] + stats["response_length"]

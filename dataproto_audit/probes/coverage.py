@@ -15,8 +15,10 @@ import numpy as np
 
 from dataproto_audit.batch import BatchView, Block
 from dataproto_audit.findings import Finding
+from dataproto_audit.probes.advantages import LEAVING, may_leave_values
 from dataproto_audit.probes.context import Context, filling_rows
-from dataproto_audit.probes.masks import RESPONSE_END
+from dataproto_audit.probes.estimates import WHITENED
+from dataproto_audit.probes.masks import RESPONSE_END, readable
 from dataproto_audit.probes.registry import probe
 from dataproto_audit.probes.scan import ATTENDED, TRAINED_TOKENS, any_of, some
 
@@ -55,9 +57,11 @@ def sampled_tokens_trained(
 ) -> Iterable[Finding]:
     """The mask [B,R] covers the tokens that the engine sampled, unless there is a reason not to.
 
-    A reason is a row that was cut at the length limit, or a gap between the two log-probs that
-    rejection looks at. Where nobody told whether rows are rejected, whole rows are a ``warn``. Not
-    covered: tokens that the engine was certain of, whose log-prob is 0.0.
+    A reason is a row that was cut at the length limit, a gap between the two log-probs that
+    rejection looks at, or a row that ``loss_mask`` has and the mask has not, where nobody told
+    whether rows are rejected. Without a ``loss_mask`` such rows are a ``warn``, or a ``fail`` where
+    they have advantages that only trained tokens can have. Not covered: tokens that the engine was
+    certain of, whose log-prob is 0.0.
     """
     if not stats["sampled_left_out"]:
         return
@@ -68,20 +72,22 @@ def sampled_tokens_trained(
         left_out[filling] = False
     if not left_out.any():
         return
-    if ctx.settings.rejection is None and "rollout_is_weights" in view:
+    unknown = ctx.settings.rejection is None
+    if unknown and "rollout_is_weights" in view.whole:
         ctx.unknown("importance weights are there: tell settings.rejection")
-    cut = ~block.mask.any(1)
+    cut: Any = ~block.mask.any(1)
     left_out &= ~(cut & ~_stopped(view, ctx, block))[:, None]
+    if unknown and readable("loss_mask", view, ctx):
+        left_out &= ~(cut[:, None] & (view.numpy("loss_mask") != 0))
+    if not left_out.any():
+        return
     gap = np.subtract(view.numpy("old_log_probs"), rollout, dtype=np.float64)
     gap[~np.isfinite(gap)] = np.inf
     kept = gap[block.mask & np.isfinite(gap)]
     if len(kept) < FEW:
         ctx.unknown(f"response_mask leaves {len(kept)} tokens: too few to compare the others with")
     usual = left_out & (gap >= kept.min()) & (gap <= kept.max())
-    told = ctx.settings.rejection is not None or left_out[~cut].any()
-    advantages = view.whole.tensors.get("advantages")
-    if not told and advantages is not None and advantages.shape == left_out.shape:
-        told = bool((view.whole.numpy("advantages")[left_out] != 0).any())  # not rejected, then
+    told = not unknown or left_out[~cut].any() or _has_advantages(view, ctx, left_out)
     if 2 * usual.sum() > left_out.sum():
         yield ctx.fail(
             "response_mask",
@@ -93,6 +99,21 @@ def sampled_tokens_trained(
             evidence={"share that no rejection explains": float(usual.sum() / left_out.sum())},
             causes=("mask_hole", "shift", "mask_from_prompt"),
         )
+
+
+def _has_advantages(view: BatchView, ctx: Context, cells: Any) -> bool:
+    """True where ``cells [B,R]`` have advantages of an estimator that masks them: they were trained
+    then, and no row was rejected. GAE and ReMax leave values off the mask; so may what is unknown
+    beside values or baselines.
+    """
+    batch = view.whole
+    advantages = batch.tensors.get("advantages")
+    if advantages is None or advantages.shape != cells.shape:
+        return False
+    unknown = ctx.settings.adv_estimator is None
+    if may_leave_values(ctx) or (unknown and any(name in batch for name in LEAVING)):
+        return False
+    return bool((batch.numpy("advantages")[cells] != 0).any())
 
 
 def _stopped(view: BatchView, ctx: Context, block: Block) -> Any:
@@ -215,6 +236,18 @@ def pad_ids_untrained(view: BatchView, stats: Mapping[str, Any], ctx: Context) -
         )
 
 
+def _whitened(view: BatchView, ctx: Context) -> str:
+    """Whether something is whitened over the batch: ``yes``, ``perhaps``, or empty for no."""
+    estimator = ctx.settings.adv_estimator
+    if estimator in WHITENED or "values" in view.whole:
+        return "yes"
+    return "" if estimator else "perhaps"
+
+
+def _several_attended(view: BatchView) -> bool:
+    return bool(Block(view, slice(None)).response_attention.sum() > 1)
+
+
 @probe(
     "DPA212",
     stages=("rollout", "update_actor"),
@@ -224,7 +257,11 @@ def pad_ids_untrained(view: BatchView, stats: Mapping[str, Any], ctx: Context) -
 def something_to_train(
     view: BatchView, stats: Mapping[str, Any], ctx: Context
 ) -> Iterable[Finding]:
-    """The batch has trained tokens, and so has every row where rows are their own micro-batch."""
+    """The batch has trained tokens, and so has every row where rows are their own micro-batch.
+
+    One trained token is too few for estimators that whiten over the batch, and where a critic is
+    trained beside; where nobody told the estimator that is a ``warn``.
+    """
     tokens = stats[TRAINED_TOKENS.name]
     total = int(tokens.sum())
     if not total:
@@ -244,10 +281,11 @@ def something_to_train(
         )
     elif ctx.stage == "rollout":
         return
-    elif total == 1 < Block(view, slice(None)).response_attention.sum():
+    elif total == 1 and _whitened(view, ctx) and _several_attended(view):
         yield ctx.fail(
             "response_mask",
             stage="advantage",
+            severity="warn" if _whitened(view, ctx) == "perhaps" else None,
             cells=view.numpy("response_mask") != 0,
             expected="more than one trained token in the batch",
             actual="one",

@@ -147,6 +147,9 @@ def _placed(view: BatchView, sides: Sides, convicted: bool, suspect: str) -> Ite
     if some and not (place or few):
         if convicted and suspect == "rollout_log_probs":
             yield replace(some, name="stale_rollout_weights", cells=None)
+        if not shapes.pack_of(sides):
+            rows = sides.bad.any(1, keepdims=True)
+            yield shapes.sloped(replace(sides, mask=sides.mask & rows))
         yield some
     for name in ("row_outlier", "cross_row_leakage", *(("shift",) if place else ())):
         yield Cause(name, "", "")

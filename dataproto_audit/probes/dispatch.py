@@ -142,7 +142,7 @@ def padding_rows_untrained(
     Said once a step of the same rows.
     """
     name = filling_field(view)
-    if name is None:
+    if name is None or name not in view:  # or not yet: it is said where the rows are marked
         ctx.skip("no padding rows")
     filling = filling_rows(view)
     if filling is None:

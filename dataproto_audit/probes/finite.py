@@ -2,6 +2,7 @@
 
 Log-probs and scores have checks of their own (DPA301, DPA407). Looked at are the fields that
 stages make of them: one NaN among them is the loss of a whole step. Cells off the mask are free.
+These checks come first at their stage: what is made of a NaN differs from every recomputation.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ MADE_AT = {
     "advantages": "advantage",
     "returns": "advantage",
     "rollout_is_weights": "advantage",
+    "entropys": "old_log_prob",
+    "update_log_probs": "update_actor",
+    "update_entropys": "update_actor",
+    "update_values": "update_critic",
 }
 """Field -> the stage behind which it is complete."""
 
@@ -38,8 +43,11 @@ def _odd(field: str) -> Callable[[Block], bool]:
     return compute
 
 
-def _uncorrected(ctx: Context) -> str:
-    return "no rollout correction" if ctx.settings.rejection is False else ""
+def uncorrected(view: BatchView, ctx: Context) -> str:
+    """Why there are no importance weights. They may be there without rejection; without either
+    there is no correction."""
+    there = "rollout_is_weights" in view or ctx.settings.rejection is not False
+    return "" if there else "no rollout correction"
 
 
 def _finite(field: str, stage: str) -> None:
@@ -62,7 +70,8 @@ def _finite(field: str, stage: str) -> None:
         stages=(stage,),
         needs=needs,
         stats=(any_of(f"odd_trained:{field}", needs, _odd(field)),),
-        applies=_uncorrected if field == "rollout_is_weights" else None,
+        absent=uncorrected if field == "rollout_is_weights" else None,
+        basic=True,
     )(named(run, f"{field}_finite", f"{field} is finite on trained tokens."))
 
 

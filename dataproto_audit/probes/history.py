@@ -33,6 +33,10 @@ SHARE = 0.05
 SAME_WEIGHTS = 1e-5
 """Nats within which two passes with the same weights agree on every token in float32; in half
 precision they agree exactly."""
+MOVES = 1e-6
+"""Sum of learning rates from which on Adam, which moves each weight by about the learning rate,
+moves log-probs of small models by more than :data:`SAME_WEIGHTS`."""
+ADVANTAGES = ("critic/advantages/max", "critic/advantages/min")
 
 
 def _now(ctx: Context, name: str) -> float:
@@ -178,20 +182,19 @@ def groups_alive(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Ite
     later=False,
 )
 def reference_stays(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
-    """While the policy is trained, its log-probs do not stay those of the reference.
+    """While the policy moves, its log-probs do not stay those of the reference.
 
-    That it is trained is told by a learning rate above 0, or by checksums of the weights that
-    differed from step to step.
+    That it moves is told by a learning rate and a gradient above 0, or by checksums of the weights
+    that differed from step to step. A policy that stood still has no reference to leave: rewards
+    that are all alike, a learning rate of 0, or decay of the weights alone. Learning rates that
+    sum to less than :data:`MOVES` move no log-prob by a visible amount.
     """
     before = list(ctx.history.get(REF_GAP, ()))[-STEPS + 1 :]
     if len(before) < STEPS - 1:
         ctx.unknown(f"fewer than {STEPS} steps of {REF_GAP}")
     if max(before) > SAME_WEIGHTS:
         return
-    rates = list(ctx.history.get("actor/lr", ()))[-STEPS + 1 :]
-    weights = list(ctx.history.get(WEIGHTS, ()))[-STEPS + 1 :]
-    if not (len(rates) == STEPS - 1 and min(rates) > 0) and len(set(weights)) < STEPS - 1:
-        ctx.unknown("nothing recorded tells that the policy has moved")
+    _moving_policy(ctx)
     mask = view.numpy("response_mask") != 0
     gap = np.abs(np.subtract(view.numpy("old_log_probs"), view.numpy("ref_log_prob"),
                              dtype=np.float64))[mask]  # fmt: skip
@@ -203,3 +206,24 @@ def reference_stays(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> 
             causes=("reference_not_frozen",),
             hint="switch the adapter off, or load the reference's own weights, for this pass",
         )
+
+
+def _moving_policy(ctx: Context) -> None:
+    """Leave the probe unless the updates of the last steps moved the policy."""
+    most = STEPS - 1
+    rates, norms, weights, high, low = (
+        list(ctx.history.get(name, ()))[-most:]
+        for name in ("actor/lr", "actor/grad_norm", WEIGHTS, *ADVANTAGES)
+    )
+    for told, values in (("the gradient was 0", norms), ("the learning rate was 0", rates)):
+        if len(values) == most and not any(values):
+            ctx.skip(f"{told} in the last {most} steps: the policy did not move")
+    if len(weights) == most and len(set(weights)) == 1:
+        ctx.skip(f"the weights were the same in the last {most} steps: the policy did not move")
+    if not norms and len(high) == len(low) == most and not any((*high, *low)):
+        ctx.unknown("all advantages were 0 and no gradient was recorded: did the policy move?")
+    if rates and sum(ctx.history["actor/lr"]) < MOVES:
+        ctx.unknown(f"learning rates that sum to less than {MOVES:g} move no log-prob visibly")
+    learns = len(rates) == most and min(rates) > 0
+    if (norms and min(norms) <= 0) or not (learns or len(set(weights)) == most):
+        ctx.unknown("nothing recorded tells that the policy has moved")

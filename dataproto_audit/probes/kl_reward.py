@@ -23,7 +23,10 @@ from dataproto_audit.reference.kl import kl_of_difference
 KINDS = ("k1", "k3", "k2", "abs")
 FIELDS = ("token_level_scores", "token_level_rewards", "old_log_probs", "ref_log_prob")
 VISIBLE = 1e-2
-"""Nats between policy and reference that no rounding of a penalty hides."""
+"""Nats between policy and reference from which a penalty is looked for."""
+LEAST_BETA = 1e-4
+"""Coefficient below which nobody sets one: a penalty has to be visible beside the rounding with it,
+also where it is the square of the distance."""
 CLOSE = 1e-4
 """Rewards that are off by less are not listed where others are off by more."""
 MOST = 0.8
@@ -59,7 +62,11 @@ def _judged(view: BatchView, ctx: Context) -> Iterable[Finding]:
     slack = ROUNDINGS * unit * (np.abs(scores) + np.abs(rewards))
     before = ctx.stage == "kl_reward" and "advantages" not in view.whole.tensors
     if before or ctx.settings.rejection is False:
-        yield from _off_mask(view, ctx, penalty, slack, mask)
+        uncut = view.whole.tensors.get("loss_mask")  # before a rejection, where it is kept
+        kept = mask if uncut is None or uncut.shape != mask.shape else mask | (
+            view.whole.numpy("loss_mask") != 0
+        )  # fmt: skip
+        yield from _off_mask(view, ctx, penalty, slack, kept)
     judged = mask & np.isfinite(distance) & np.isfinite(penalty)
     if not judged.any():
         ctx.skip("no trained token")
@@ -98,7 +105,7 @@ def _on_mask(
 ) -> Iterable[Finding]:
     if (np.abs(penalty) <= slack)[judged].all():
         apart = judged & (np.abs(distance) > VISIBLE)
-        if apart.any():
+        if (apart & (LEAST_BETA * distance**2 / 2 > slack)).any():
             yield ctx.fail(
                 "token_level_rewards",
                 cells=apart,
@@ -120,7 +127,8 @@ def _on_mask(
             return
         negative = negative or (name, abs(beta), kl if beta < 0 else -kl)
     if negative is not None:
-        yield from _wrong_way(ctx, penalty, slack, judged, *negative)
+        rounding = slack + negative[1] * step * (1.0 + np.abs(distance))
+        yield from _wrong_way(ctx, penalty, rounding, judged, *negative)
         return
     for name, kl in _estimates(distance):
         beta = _middle(kl[judged], penalty[judged])
@@ -129,7 +137,8 @@ def _on_mask(
         if beta > 0 and close[judged].mean() >= MOST:
             bad = _listed(error, judged & ~close)
             if not bad.any() and name.startswith("swapped"):
-                yield from _wrong_way(ctx, penalty, slack, judged, name, beta, -kl)
+                rounding = slack + beta * step * (1.0 + np.abs(distance))
+                yield from _wrong_way(ctx, penalty, rounding, judged, name, beta, -kl)
                 return
             if not bad.any():
                 ctx.measure("audit/kl_in_reward_beta", beta)

@@ -109,7 +109,7 @@ def _range_probes(field: str, stage: str) -> None:
 
     stats = (masked_range(field),)
     odd = any_of(f"odd:{field}", (field,), lambda block: not np.isfinite(block[field].sum()))
-    probe("DPA301", stages=(stage,), needs=needs, stats=(*stats, odd))(
+    probe("DPA301", stages=(stage,), needs=needs, stats=(*stats, odd), basic=True)(
         named(finite, f"{field}_finite", f"{field} is finite; off the response mask, too.")
     )
     probe("DPA302", stages=(stage,), needs=needs, stats=stats)(
@@ -218,7 +218,10 @@ def _beyond(view: BatchView, gap: Gap, noise: Noise, left: str, right: str) -> A
     severity="info",
 )
 def precision(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
-    """Old, reference and rollout log-probs have one dtype, or the config explains why not."""
+    """Old, reference and rollout log-probs have one dtype, or the config explains why not.
+
+    Nothing is lost in float64, which numpy makes of any list: beside float32 it is ``info``.
+    """
     other = "ref_log_prob" if ctx.stage == "ref_log_prob" else "rollout_log_probs"
     dtypes = {n: view.tensors[n].dtype for n in ("old_log_probs", other) if n in view.tensors}
     if len(dtypes) < 2:
@@ -226,7 +229,8 @@ def precision(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterab
     if len(set(dtypes.values())) > 1:
         listed = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
         sides = (ctx.settings.trainer_dtype, ctx.settings.rollout_dtype)
-        expected = noise_between(*sides).token is None
+        wide = {*dtypes.values()} == {torch.float32, torch.float64}
+        expected = wide or noise_between(*sides).token is None
         yield ctx.fail(
             "old_log_probs",
             severity="info" if expected else "warn",

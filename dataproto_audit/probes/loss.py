@@ -28,10 +28,13 @@ from dataproto_audit.probes.loss_causes import MiniBatch, explain_loss
 from dataproto_audit.probes.loss_terms import (
     ABSOLUTE,
     RELATIVE,
+    TOLD,
     Undecided,
     arguments_of,
     bound_of,
     how_of,
+    no_number,
+    not_finite,
     parts_of,
     picked,
     terms_of,
@@ -46,6 +49,9 @@ from dataproto_audit.reference.losses import (
     LossTerms,
 )
 
+INPUTS = ("update_log_probs", "old_log_probs", "advantages", "rollout_is_weights", "ref_log_prob",
+          "update_entropys")  # fmt: skip
+"""What the terms of the loss are made of."""
 UPDATE = ("update_log_probs", "mini_batch", "old_log_probs", "response_mask")
 
 
@@ -111,6 +117,8 @@ def _mini_batches(view: BatchView, ctx: Context) -> Iterator[tuple[int, Mapping[
     for number, reported in enumerate(ctx.evidence["losses"]):
         rows = np.flatnonzero(numbers == number)
         if len(rows):
+            if why := no_number(reported, *TOLD):
+                ctx.unknown(why)
             seen = True
             yield number, reported, rows
     if not seen:
@@ -160,6 +168,8 @@ def loss_recomputed(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> 
                 wrong.setdefault(number, {})[name] = (float(got), exact)
     ctx.cache["loss_table"] = table
     if wrong:
+        if odd := not_finite(view, INPUTS, "mini_batch"):
+            ctx.unknown(f"{odd} is not finite on trained tokens: see DPA301 and DPA420")
         yield _loss_finding(view, ctx, wrong)
 
 
@@ -258,8 +268,8 @@ def logged_kl(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterab
     value = ctx.evidence["metrics"].get("actor/kl_loss")
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or value != value:
         ctx.unknown("not recorded: metrics.actor/kl_loss")
-    terms = [float(loss["kl_loss"]) for loss in ctx.evidence.get("losses") or ()
-             if loss.get("kl_loss") is not None]  # fmt: skip
+    told = [loss for loss in ctx.given("losses") or () if loss.get("kl_loss") is not None]
+    terms = [float(loss["kl_loss"]) for loss in told if not no_number(loss, "kl_loss")]
     kind = (ctx.settings.kl_loss_type or "").removesuffix("+")
     if not terms and kind not in NEVER_NEGATIVE:
         ctx.unknown("not recorded: losses.kl_loss")

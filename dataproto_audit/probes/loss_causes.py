@@ -97,6 +97,8 @@ def _tried(mini: MiniBatch, names: set[str], got: float, exact: float) -> Iterat
         yield from _other_aggregation(mini, got)
     if names <= {"kl_loss", "total"} and "kl_loss" in names:
         yield from _other_kl(mini, got)
+    if common is not None and _alike(common, -1.0):
+        yield "wrong_sign", f"{', '.join(sorted(names))} of the other sign"
     if common is not None:
         whole = names >= {n for n in ("pg_loss", "total") if n in mini.reported}
         count = round(common)

@@ -8,7 +8,7 @@ log-probs stood in for the old ones; ``eps``, the precision of what it was compu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dataproto_audit.batch import BatchView
 from dataproto_audit.probes.context import Settings
 from dataproto_audit.probes.registry import unchecked
 from dataproto_audit.reference.losses import LOSS_MODES, TOKEN_MEAN, LossTerms, policy_loss
 
 TERMS = ("pg_loss", "kl_loss", "entropy_loss", "total")
+TOLD = (*TERMS, "normaliser")
+"""Numbers of an entry of ``losses``."""
 RELATIVE = 1e-4
 ABSOLUTE = 1e-5
 """Float32 sums over a mini-batch in another order, for per-token terms of order 1."""
@@ -82,8 +85,10 @@ def picked(
 
 def unreadable(told: Mapping[str, Any]) -> str:
     """Why the loss of an entry of ``losses`` is not computed as it tells; empty where it is."""
+    if why := no_number(told, *TOLD):
+        return why
     mode, gates = told.get("loss_mode", "vanilla"), told.get("gate_temperatures")
-    if mode not in LOSS_MODES:
+    if not isinstance(mode, str) or mode not in LOSS_MODES:
         return f"no recomputation of the loss {mode}"
     if told.get("split") not in (None, "rows"):
         return f"no loss is split by {told['split']}"
@@ -92,6 +97,34 @@ def unreadable(told: Mapping[str, Any]) -> str:
     if gates is None or _pair(gates):
         return ""
     return "gate_temperatures are no two positive numbers"
+
+
+def no_number(told: Mapping[str, Any], *names: str) -> str:
+    """Which of these terms of an entry of ``losses`` is there and no number; empty for none."""
+    for name in names:
+        value = told.get(name)
+        if value is None:
+            continue
+        if isinstance(value, (str, bytes)):
+            return f"losses.{name} is no number"
+        try:
+            float(value.detach() if isinstance(value, Tensor) else value)
+        except (
+            TypeError,
+            ValueError,
+            OverflowError,
+            RuntimeError,
+        ):  # a list, a tensor without data
+            return f"losses.{name} is no number"
+    return ""
+
+
+def not_finite(view: BatchView, fields: Iterable[str], numbers: str) -> str:
+    """The first of the loss's fields with NaN or infinity on a trained token of a row that
+    ``numbers`` puts in a mini-batch; empty for none."""
+    on = (view.numpy("response_mask") != 0) & (view.numpy(numbers) >= 0)[:, None]
+    there = (n for n in fields if n in view.tensors and view.numpy(n).shape == on.shape)
+    return next((n for n in there if not np.isfinite(view.numpy(n)[on]).all()), "")
 
 
 def _pair(gates: object) -> bool:

@@ -89,6 +89,11 @@ class StepRecorder:
             report=report,
         )  # fmt: skip
 
+    def unseen(self) -> None:
+        """Something was left out before the next boundary: a replay is not to compare over it."""
+        if self.traces is not None:
+            self.traces.unseen()
+
     def end_trace(self, report: Report, metrics: Mapping[str, float]) -> None:
         """Close the step of the trace; ``report`` is what its end said."""
         if self.traces is not None:

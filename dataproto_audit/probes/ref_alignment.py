@@ -5,8 +5,8 @@ by what was learned, but still follow each other: both score the same tokens. Wh
 shifted by columns or taken from another row they do, they are out of place. Looked at are a sample
 of the rows, and the rows that are farthest from the reference.
 
-Not covered: a reference of other weights or temperature; few rows out of place that have fewer than
-:data:`LEAST_IN_FEW` tokens.
+Not covered: a reference of other weights or temperature; a shift in few rows of fewer tokens than
+:data:`LEAST_IN_ROW`, an exchange of rows of fewer than :data:`LEAST_IN_FEW`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from dataproto_audit.probes.scan import Gap
 FIELDS = ("old_log_probs", "ref_log_prob", "response_mask")
 NEAR = 0.05
 """Nats. Mean gap up to which the policy has hardly moved, and nothing can be far out of place."""
-SAMPLED = 1 << 16
+SAMPLED = 1 << 14
 """Cells of the rows that are looked at in good health."""
 LEAST = 64
 LEAST_IN_ROW = 24
 LEAST_IN_FEW = 8
-"""Cells below which a correlation may be chance: of the batch; of one row; and of one row where
-most rows do follow the reference, so that one that does not is rare."""
+"""Cells below which a correlation may be chance: of the batch; of one row; and of rows that are
+exchanged, which tell of each other, where most rows do follow the reference."""
 APART, TOGETHER = (0.3, 0.5), (0.6, 0.8)
 """Correlations below which log-probs do not follow each other, and from which they do: those of all
 cells, and of one row, where fewer cells tell less."""
@@ -64,6 +64,10 @@ class Pairs:
         over = None if axis == 0 else 1
         spread = np.sqrt((x * x).sum(over) * (y * y).sum(over))
         return np.where(spread > 0, (x * y).sum(over) / np.where(spread > 0, spread, 1.0), 0.0)
+
+    def likely(self) -> Pairs:
+        """Probabilities: of them no single value is many times as far off as the others."""
+        return Pairs(np.exp(self.old), np.exp(self.ref), self.on)
 
     def gap(self, axis: int) -> Any:
         """Mean of ``|old - ref|``, of each row (``axis`` 1) or of all."""
@@ -103,6 +107,7 @@ def _better(pairs: Pairs, other: Pairs, axis: int, least: int) -> Any:
         return far
     same = Pairs(pairs.old, pairs.ref, other.on)
     follows = (same.correlation(axis) < APART[axis]) & (other.correlation(axis) >= TOGETHER[axis])
+    follows &= other.likely().correlation(axis) >= TOGETHER[0]
     return far & follows & (other.gap(axis) * NEARER[axis] < same.gap(axis))
 
 
@@ -159,12 +164,15 @@ def ref_in_place(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Ite
         return
     rows = _looked_at(view, gap)
     pairs = _pairs(view, rows)
+    if pairs.correlation(0) < APART[0] and (by := _shift(pairs, 0, LEAST)):
+        yield _out_of_columns(ctx, _pairs(view, slice(None)), by, 0)
+        return
+    if view.numpy(FIELDS[0]).shape[1] < LEAST_IN_FEW or not (pairs.correlation(1) < APART[1]).any():
+        return
+    if by := _shift(pairs, 1, LEAST_IN_ROW):
+        yield _out_of_columns(ctx, _pairs(view, slice(None)), by, 1)
+        return
     least = _least(pairs)
-    for axis, enough in ((0, LEAST), (1, least)):
-        by = _shift(pairs, axis, enough)
-        if by:
-            yield _out_of_columns(ctx, _pairs(view, slice(None)), by, axis, least)
-            return
     width = slice(COLUMNS)
     moved = _of_other_rows(
         Pairs(pairs.old[:, width], pairs.ref[:, width], pairs.on[:, width]), least
@@ -184,12 +192,12 @@ def ref_in_place(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Ite
     )
 
 
-def _out_of_columns(ctx: Context, pairs: Pairs, by: int, axis: int, least: int) -> Finding:
+def _out_of_columns(ctx: Context, pairs: Pairs, by: int, axis: int) -> Finding:
     moved = pairs.moved(by)
     if axis == 0:  # all rows, but those that are plainly in place
-        rows = (pairs.cells(1) < least) | (pairs.correlation(1) < TOGETHER[1])
+        rows = (pairs.cells(1) < LEAST_IN_ROW) | (pairs.correlation(1) < TOGETHER[1])
     else:
-        rows = _better(pairs, moved, 1, least)
+        rows = _better(pairs, moved, 1, LEAST_IN_ROW)
     on = moved.on & rows[:, None]
     before, after = Pairs(pairs.old, pairs.ref, on), Pairs(moved.old, moved.ref, on)
     return ctx.fail(

@@ -34,6 +34,7 @@ class Probe:
 
     ``later=False`` keeps it at its home stages: what it says of a field holds only there.
     ``absent`` returns why a batch without one of the fields has no such thing, or ''.
+    ``basic`` checks come first at a boundary: what they find, others would explain by other things.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Probe:
     every: int = 1
     later: bool = True
     absent: Absent | None = None
+    basic: bool = False
 
     @cached_property
     def fields(self) -> tuple[str, ...]:
@@ -66,7 +68,7 @@ class Probe:
 
     def without_fields(self, view: BatchView, broken: Mapping[str, str]) -> str:
         """Which fields of the batch are missing or cannot be read; '' for none."""
-        absent = [name for name in self.fields if not view.has(name)]
+        absent = [name for name in self.fields if not view.has(name) and name not in broken]
         if absent:
             return f"field not in the batch: {', '.join(absent)}"
         wrong = [f"{name} {broken[name]}" for name in self.fields if name in broken]
@@ -105,6 +107,7 @@ def probe(
     every: int = 1,
     later: bool = True,
     absent: Absent | None = None,
+    basic: bool = False,
 ) -> Callable[[Run], Run]:
     """Register the decorated function as the probe of its own name.
 
@@ -120,7 +123,7 @@ def probe(
         if name in PROBES and PROBES[name].run.__module__ != run.__module__:
             raise ValueError(f"a probe named {name!r} exists already")
         PROBES[name] = Probe(
-            name, code, run, stages, needs, stats, applies, severity, every, later, absent
+            name, code, run, stages, needs, stats, applies, severity, every, later, absent, basic
         )
         return run
 

@@ -13,21 +13,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from dataproto_audit.batch import BatchView
+from dataproto_audit.batch import BatchView, Block
 from dataproto_audit.findings import Finding
 from dataproto_audit.narrow import row_sum
 from dataproto_audit.probes.context import Context
 from dataproto_audit.probes.registry import probe
-from dataproto_audit.probes.scan import ATTENDED, RESPONSE_LENGTH, per_row
+from dataproto_audit.probes.scan import ATTENDED, RESPONSE_LENGTH, any_of, per_row
 
 AT = ("reward", "validation")
 SCORES = "token_level_scores"
+MODEL = "rm_scores"
 SCORE_SUM = per_row("score_sum", (SCORES,), lambda block: row_sum(block[SCORES], np.float64))
 SCORED = per_row("scored", (SCORES,), lambda block: row_sum(block[SCORES] != 0))
 """Non-zero scores of each row."""
 
 
-@probe("DPA407", stages=AT, needs=(SCORES,), stats=(SCORE_SUM,))
+@probe("DPA407", stages=AT, needs=(SCORES,), stats=(SCORE_SUM,), basic=True)
 def reward_finite(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
     """Every token-level score is finite, and so is every scalar ``score`` where there are such.
 
@@ -55,6 +56,38 @@ def reward_finite(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> It
         )
 
 
+def _sum_is_odd(block: Block) -> bool:
+    return not np.isfinite(block[MODEL].sum(dtype=np.float64))
+
+
+@probe(
+    "DPA407",
+    stages=("reward",),
+    needs=(MODEL,),
+    stats=(any_of("odd_model_scores", (MODEL,), _sum_is_odd),),
+    basic=True,
+)
+def model_scores_finite(
+    view: BatchView, stats: Mapping[str, Any], ctx: Context
+) -> Iterable[Finding]:
+    """rm_scores [B,R], which token_level_scores are taken from, are finite.
+
+    What is not finite in both is said of token_level_scores alone.
+    """
+    if stats["odd_model_scores"]:
+        bad = ~np.isfinite(view.numpy(MODEL))
+        if SCORES in view.tensors and view.numpy(SCORES).shape == bad.shape:
+            bad &= np.isfinite(view.numpy(SCORES))
+        if bad.any():
+            yield ctx.fail(
+                MODEL,
+                cells=bad,
+                expected="finite scores",
+                actual=f"NaN or infinity in {int(bad.any(1).sum())} rows",
+                causes=("non_finite",),
+            )
+
+
 @probe(
     "DPA405",
     stages=AT,
@@ -66,7 +99,10 @@ def reward_placement(view: BatchView, stats: Mapping[str, Any], ctx: Context) ->
     """The only non-zero score of a row is at its last attended response token.
 
     A row without any response token has no place for a score: its only place would be the column
-    before the first, which wraps around to the last one.
+    before the first, which wraps around to the last one. verl writes it there up to 0.9.1, and runs
+    on (an aborted response of v0 with a score below 0); it is reported all the same, since the
+    estimators sum rewards without the mask, so that the score moves the whole group (verl #6476,
+    #6310; mended in #6508). A score of 0 is none.
     """
     scores, scored = view.numpy(SCORES), stats["scored"]
     repeated = _repeated(view, ctx, scores, scored)

@@ -42,6 +42,7 @@ class Schedule:
         due = self._plans.get(mark) if usual else None
         if due is None:
             chosen = [p for p in self.probes.values() if _is_due(p, stage, first, changed)]
+            chosen.sort(key=lambda p: not p.basic)
             due = due_probes(chosen, view, context.broken)
             self.undeclared.update(undeclared(view))
             if usual and len(self._plans) < MAX_PLANS:

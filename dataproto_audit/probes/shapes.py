@@ -76,10 +76,17 @@ def some_rows(sides: Sides) -> Cause | None:
     rows, calm = parts
     if sides.bad[rows].sum() < MOST * sides.mask[rows].sum():
         return None
-    pack = next((size for size in PACKS if _in_packs(rows, calm, size)), 0)
+    pack = pack_of(sides)
     said = f"{int(rows.sum())} of {int(rows.sum() + calm.sum())} disagree, the others agree"
     said += f": all but the first of each {pack}" if pack else ""
     return Cause("cross_row_leakage", "rows", said, sides.mask & rows[:, None])
+
+
+def pack_of(sides: Sides) -> int:
+    """Rows in each pack where those that disagree are all but the first of theirs; 0 for none."""
+    rows = sides.bad.any(1)
+    calm = sides.mask.any(1) & ~rows
+    return next((size for size in PACKS if _in_packs(rows, calm, size)), 0)
 
 
 def _in_packs(rows: Any, calm: Any, size: int) -> bool:

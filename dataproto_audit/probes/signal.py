@@ -11,11 +11,14 @@ import numpy as np
 from dataproto_audit.batch import BatchView, Block
 from dataproto_audit.findings import Finding
 from dataproto_audit.narrow import row_sum
+from dataproto_audit.probes.advantages import RELATIVE, RULES, group_stats
 from dataproto_audit.probes.context import Context, group_codes
-from dataproto_audit.probes.registry import probe
+from dataproto_audit.probes.registry import probe, unchecked
 from dataproto_audit.probes.rewards import SCORE_SUM
 from dataproto_audit.probes.scan import per_row, some
 
+NOTHING_LEFT = ("grpo_passk", "opo")
+"""Estimators that may leave no advantage where the rewards of a group differ."""
 VISIBLE = 1e-5
 """Share of a row's largest return and value below which a return may be lost in rounding."""
 
@@ -58,6 +61,9 @@ def advantages_alive(view: BatchView, stats: Mapping[str, Any], ctx: Context) ->
     """Advantages [B,R] are not 0 everywhere where rewards differ within a group or group by group.
 
     Groups of one row count as differing: without a baseline the reward itself is the advantage.
+    Estimators that leave nothing for these very rewards (best of a group whose best ones tie, a
+    baseline weighted by lengths of which all but one are 0) are in order where they are configured,
+    and leave no verdict where nobody told which one it was.
     """
     mask = view.numpy("response_mask") != 0
     if (view.numpy("advantages")[mask] != 0).any() or not mask.any():
@@ -69,6 +75,12 @@ def advantages_alive(view: BatchView, stats: Mapping[str, Any], ctx: Context) ->
     np.minimum.at(low, codes, scores)
     alone = len(uids) == view.rows and bool((scores != scores[0]).any())
     if (high > low).any() or alone:
+        estimator = ctx.settings.adv_estimator
+        for name in NOTHING_LEFT if estimator is None else {estimator} & {*NOTHING_LEFT}:
+            if not _left(view, ctx, name, mask).any():
+                if estimator is None:
+                    ctx.unknown(f"setting unknown: adv_estimator; {name} leaves nothing here")
+                return
         yield ctx.fail(
             "advantages",
             rows=range(view.rows),
@@ -76,6 +88,14 @@ def advantages_alive(view: BatchView, stats: Mapping[str, Any], ctx: Context) ->
             actual="0 on every trained token, while rewards differ",
             causes=("zero_advantage", "wrong_group_normalisation"),
         )
+
+
+def _left(view: BatchView, ctx: Context, name: str, mask: Any) -> Any:
+    """Rows with trained tokens that this estimator leaves an advantage."""
+    groups = group_stats(view, ctx, with_lengths=True)
+    want = unchecked(RULES[name][False])(groups).numpy()
+    size = np.abs(view.numpy("token_level_rewards")).sum(1, dtype=np.float64).max(initial=0.0)
+    return ~(np.abs(want) <= RELATIVE * size) & mask.any(1)
 
 
 def _has_gap(block: Block) -> Any:

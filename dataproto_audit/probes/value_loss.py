@@ -18,7 +18,7 @@ import torch
 from dataproto_audit.batch import BatchView
 from dataproto_audit.findings import Finding
 from dataproto_audit.probes.context import Context
-from dataproto_audit.probes.loss_terms import ABSOLUTE, RELATIVE
+from dataproto_audit.probes.loss_terms import ABSOLUTE, RELATIVE, no_number, not_finite
 from dataproto_audit.probes.noise import Noise, noise_between
 from dataproto_audit.probes.registry import probe
 from dataproto_audit.probes.repairs import ONE_COLUMN
@@ -125,6 +125,8 @@ def value_loss_recomputed(
         elif not _close(got, want, fields):
             wrong.append((number, "vf_loss", got, want, {**fields, **how}))
     ctx.cache["value_loss_table"] = table
+    if wrong and (odd := not_finite(view, FIELDS.values(), NUMBERS)):
+        ctx.unknown(f"{odd} is not finite on trained tokens: see DPA420")
     if wrong:
         number, name, got, want, given = wrong[0]
         yield ctx.fail(
@@ -149,8 +151,8 @@ def _mini_batches(
             continue
         lacking = [name for name in REPORTED if told.get(name) is None]
         reason = f"not recorded: losses.{', losses.'.join(lacking)}" if lacking else ""
-        if reason or unreadable(told):
-            ctx.unknown(reason or unreadable(told))
+        if why := reason or no_number(told, "vf_loss", "normaliser") or unreadable(told):
+            ctx.unknown(why)
         seen = True
         yield number, told, arguments_of(whole, torch.from_numpy(rows))
     if not seen:

@@ -6,11 +6,13 @@ entry of ``losses`` says how it was made: ``cliprange_value`` and ``loss_agg_mod
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
+from dataproto_audit.probes.loss_terms import no_number
 from dataproto_audit.reference.losses import AGGREGATION_MODES, count_normaliser
 from dataproto_audit.reference.values import value_loss
 
@@ -38,9 +40,12 @@ def unreadable(told: Mapping[str, Any]) -> str:
     if lacking:
         return f"not recorded: losses.{', losses.'.join(lacking)}"
     clip, mode = (told[name] for name in HOW)
-    if mode not in AGGREGATION_MODES:
+    if not isinstance(mode, str) or mode not in AGGREGATION_MODES:
         return f"unknown aggregation {mode}"
-    return "" if isinstance(clip, (int, float)) else f"cliprange_value is {clip!r}"
+    if why := no_number(told, "cliprange_value"):
+        return why
+    clipped = 0 <= float(clip) < math.inf and not isinstance(clip, bool)
+    return "" if clipped else f"cliprange_value is {clip!r}"
 
 
 def arguments_of(fields: Mapping[str, Tensor], rows: Tensor) -> dict[str, Tensor]:

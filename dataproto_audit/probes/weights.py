@@ -12,7 +12,9 @@ import torch
 from dataproto_audit.batch import BatchView
 from dataproto_audit.findings import Finding
 from dataproto_audit.probes.context import Context
+from dataproto_audit.probes.finite import uncorrected
 from dataproto_audit.probes.registry import probe
+from dataproto_audit.probes.scan import any_of, some
 
 BOUND = 20.0
 """Log-ratios are cut here before they are exponentiated."""
@@ -25,8 +27,42 @@ WEIGHTS = "rollout_is_weights"
 @probe(
     "DPA418",
     stages=("advantage",),
+    needs=(WEIGHTS, "response_mask"),
+    stats=(
+        any_of(
+            "negative_weight",
+            (WEIGHTS, "response_mask"),
+            lambda block: some((block[WEIGHTS] < 0) & block.mask),
+        ),
+    ),
+    absent=uncorrected,
+    basic=True,
+)
+def weights_nonnegative(
+    view: BatchView, stats: Mapping[str, Any], ctx: Context
+) -> Iterable[Finding]:
+    """rollout_is_weights [B,R], ratios of probabilities, are at least 0 on trained tokens.
+
+    0 is let pass: a weight that underflows, or that a rule of its own cuts to nothing.
+    """
+    if stats["negative_weight"]:
+        weights = view.numpy(WEIGHTS)
+        bad = (weights < 0) & (view.numpy("response_mask") != 0)
+        yield ctx.fail(
+            WEIGHTS,
+            cells=bad,
+            expected="at least 0: a ratio of probabilities",
+            actual=f"{weights[bad].min():.6g} at the least, below 0 on {int(bad.sum())} tokens",
+            causes=("wrong_sign", "field_overwritten"),
+            hint="exponentiate the difference of the log-probs",
+        )
+
+
+@probe(
+    "DPA418",
+    stages=("advantage",),
     needs=(WEIGHTS, "old_log_probs", "rollout_log_probs"),
-    applies=lambda ctx: "" if ctx.settings.rejection is not False else "no rollout correction",
+    absent=uncorrected,
 )
 def importance_weights(
     view: BatchView, stats: Mapping[str, Any], ctx: Context

@@ -52,7 +52,15 @@ def load_model(
         local_files_only=True,
         trust_remote_code=False,
     )
+    drop_negative_padding(model)
     return model.to(device).eval()
+
+
+def drop_negative_padding(model: Any) -> None:
+    """A ``pad_token_id`` of -1, as old Llamas have, is no token: transformers alone would take the
+    last one for it and keep its embedding without gradient."""
+    if getattr(model.config, "pad_token_id", None) == -1:
+        model.get_input_embeddings().padding_idx = None
 
 
 @checked

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dataproto_audit.reference.logprobs import drop_negative_padding
 from dataproto_audit.reference.losses import TOKEN_MEAN, aggregate
 from dataproto_audit.reference.masks import response_attention
 from dataproto_audit.reference.shapes import Mask, Scalar, Tokens, as_bool, checked
@@ -58,6 +59,7 @@ def load_value_model(
         with torch.no_grad():
             model.score.weight.zero_()
             model.score.bias.zero_()
+    drop_negative_padding(model)
     loaded: nn.Module = model.eval()
     return loaded
 

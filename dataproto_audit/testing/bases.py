@@ -53,6 +53,23 @@ BASES: dict[str, Options] = {
 """By name; the step is the first that a fault is made at, unless the fault says otherwise."""
 
 
+UNTOLD = (
+    "plain", "kl in reward", "kl in reward, gae, tools", "half precision", "correction",
+    "half precision, tool turns", "different n", "filler rows", "bypass", "rloo",
+    "published gap, far tokens", "aborted rows, gae", "garbage on padding", "without std",
+    "rejection, gae", "rejection",
+)  # fmt: skip
+"""Healthy configurations that are audited a second time with no setting told."""
+
+
+SAVED = (
+    "filler rows", "filler rows, different n", "rejection, gae", "rejection", "rejection, tools",
+    "rejection, kl in reward", "correction", "correction, kl in reward", "correction, gae",
+    "kl in reward, gae, tools", "aborted rows, gae", "bypass", "grpo tool turns",
+)  # fmt: skip
+"""Healthy configurations whose last batch is checked in one piece, too, as of a saved file."""
+
+
 @dataclass(frozen=True)
 class Healthy:
     """A configuration that must stay quiet, for ``steps`` steps of each seed."""
@@ -62,6 +79,10 @@ class Healthy:
     steps: int = 2
     recomputed: bool = False
     """Log-probs are recomputed with the policy itself."""
+    untold: bool = False
+    """Nobody tells a setting, as of a saved file."""
+    saved: bool = False
+    """The batch is checked once, as it left the update."""
 
 
 def healthy_configurations() -> list[Healthy]:
@@ -140,6 +161,12 @@ def healthy_configurations() -> list[Healthy]:
         ),
         "filler rows": replace(plain, prompts=11, pad_rows=4),
         "filler rows, different n": replace(plain, prompts=4, counts=(3, 4, 6, 1), pad_rows=2),
+        "rejection, gae": replace(plain, rejected=True, critic=True),
+        "rejection": replace(plain, rejected=True),
+        "rejection, tools": replace(tools, rejected=True),
+        "rejection, kl in reward": replace(plain, rejected=True, kl_in_reward=True),
+        "correction, kl in reward": replace(plain, correction=True, kl_in_reward=True),
+        "correction, gae": replace(plain, correction=True, critic=True),
         "position channels": replace(plain, channels=4),
         "images": replace(plain, images=True),
         "images, unbalanced": replace(plain, images=True, balanced=False, prompt_width=9),
@@ -168,7 +195,12 @@ def healthy_configurations() -> list[Healthy]:
     recomputed = ("nothing learnt", "cold", "garbage on padding", "kl in reward, gae, tools")
     listed = [Healthy(name, options, more.get(name, 2), name in recomputed)
               for name, options in made.items()]  # fmt: skip
-    return [*listed, Healthy("a run of thirty steps", replace(plain, mini_batches=2), 30),
+    untold = [replace(one, name=f"{one.name}, nothing told", untold=True) for one in listed
+              if one.name in UNTOLD]  # fmt: skip
+    once = [replace(one, name=f"{one.name}, as saved", saved=True) for one in [*listed, *untold]
+            if one.name.removesuffix(", nothing told") in SAVED]  # fmt: skip
+    return [*listed, *untold, *once,
+            Healthy("a run of thirty steps", replace(plain, mini_batches=2), 30),
             Healthy("a tool run of thirty steps", replace(tools, critic=True), 30),
             Healthy("a recorded run of thirty steps",
                     replace(plain, recorded=True, micro_rows=6, mini_batches=2), 30),

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from dataproto_audit.auditor import Auditor
+from dataproto_audit.auditor import Auditor, Settings
+from dataproto_audit.checker import check
 from dataproto_audit.findings import Finding, Report
 from dataproto_audit.probes import PROBES
 from dataproto_audit.testing.bases import BASES, Healthy, healthy_configurations
@@ -131,11 +132,18 @@ def run_healthy(configurations: Iterable[Healthy], *, seed: int = 0) -> HealthyR
     for one in configurations:
         for extra in range(SEEDS if one.steps < LONG else 1):
             options = replace(one.options, seed=one.options.seed + seed + 101 * extra)
-            auditor = Auditor(options.settings(), on_fail="record")
+            told = Settings() if one.untold else options.settings()
+            auditor = Auditor(told, on_fail="record")
             for step in range(options.step, options.step + one.steps):
                 if one.recomputed:
                     auditor.model = model_at(options, step)
-                for report in _audited(auditor, replace(options, step=step), total):
+                at_step = replace(options, step=step)
+                made = (
+                    [_saved(told, at_step, total)]
+                    if one.saved
+                    else _audited(auditor, at_step, total)
+                )
+                for report in made:
                     total.alarms += [(one.name, f) for f in report if f.severity != "info"]
     return total
 
@@ -155,6 +163,20 @@ def _audited(auditor: Auditor, options: Options, total: HealthyRuns) -> Iterator
         yield _counted(auditor.boundary(b.stage, batch, when=b.when, evidence=b.evidence), total)
         metrics |= b.evidence.get("metrics", {})
     yield _counted(auditor.end_step(metrics), total)
+
+
+def _saved(told: Settings, options: Options, total: HealthyRuns) -> Report:
+    """The batch as it left the update, with its evidence as meta entries: checked in one piece,
+    every stage seen in what later ones have written."""
+    total.batches += 1
+    meta: dict[str, Any] = {}
+    for b in boundaries(options):
+        meta |= b.evidence if b.when == "after" else {}
+        if (b.stage, b.when) == ("update_actor", "after"):
+            break
+    whole = {"batch": dict(b.batch.batch.items()), "non_tensor_batch": b.batch.non_tensor_batch,
+             "meta_info": {**b.batch.meta_info, **meta, "global_steps": options.step}}  # fmt: skip
+    return _counted(check(whole, config=told), total)
 
 
 def _counted(report: Report, total: HealthyRuns) -> Report:

@@ -50,6 +50,8 @@ class Options:
     """Old log-probs are a copy of the engine's."""
     correction: bool = False
     """Rollout correction: importance weights, and some rows and tokens rejected."""
+    rejected: bool = False
+    """Some rows rejected whole, without weights; ``loss_mask`` is the mask before."""
     channels: int = 0
     """Channels of the position ids, as multimodal models have them; 0 is none."""
     pad_garbage: bool = False
@@ -154,7 +156,7 @@ class Options:
             entropy_coeff=0.001 if self.entropy else 0.0,
             use_kl_in_reward=self.kl_in_reward,
             multi_turn=self.multi_turn,
-            rejection=self.correction,
+            rejection=self.correction or self.rejected,
             stop_ids=(STOP,),
             pad_id=PAD,
             max_response_length=self.response_width,

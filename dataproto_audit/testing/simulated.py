@@ -210,8 +210,9 @@ class SimulatedStep:
         }
         if o.images:
             fields["mm_token_type_ids"] = (whole == o.image_id).astype(np.int64)
-        if o.recorded:
+        if o.recorded or o.rejected:
             fields["loss_mask"] = fields["response_mask"].copy()
+        if o.recorded:
             fields["tool_mask"] = fields["response_mask"].copy()
         return {name: torch.from_numpy(value) for name, value in fields.items()}, torch.from_numpy(
             log_probs
@@ -253,6 +254,7 @@ class SimulatedStep:
         batch.non_tensor_batch["score"] = objects(score.tolist())
         if self.options.recorded:
             batch.non_tensor_batch["scorable"] = objects([1] * len(batch))
+            tensors["rm_scores"] = scores.clone()
         return {}
 
     def old_log_prob(self, batch: DataProto) -> dict[str, Any]:
@@ -306,6 +308,9 @@ class SimulatedStep:
             tensors["token_level_rewards"] = tensors["token_level_scores"]
         if self.options.correction:
             corrected(tensors)
+        if self.options.rejected:
+            tensors["response_mask"] = tensors["response_mask"].clone()
+            tensors["response_mask"][::8] = 0
         made = estimated(self.options, tensors, batch.non_tensor_batch["uid"])
         tensors["advantages"], tensors["returns"] = (value.float() for value in made)
         return {}

@@ -63,6 +63,23 @@ def test_our_own_names() -> None:
     assert read(config) == Settings(n=8, stop_ids=(2, 7), trainer_dtype="bfloat16", on_policy=False)
 
 
+def test_pairs_in_one_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read("adv_estimator=grpo n=8") == Settings(adv_estimator="grpo", n=8)
+    nested = "algorithm.adv_estimator=gae stop_ids=[2,7] gamma=1.0"
+    assert read(nested) == Settings(adv_estimator="gae", stop_ids=(2, 7), gamma=1.0)
+    monkeypatch.chdir(tmp_path)
+    Path("n=4").write_text("n: 5")  # a file of that name is a file
+    assert read("n=4") == Settings(n=5)
+    for text, said in (("=3", "cannot be read"), ("adv_estimater=grpo", "adv_estimator"),
+                       ("n=three", "no whole number"), ("n=[", "not YAML"),
+                       ("runs/lr=1e-6/config.yaml", "cannot be read"),
+                       ("lr=1e-6/config.yml", "cannot be read"),
+                       ("runs/lr=1e-6", "cannot be read"), ("lr=1e-6", "no setting is read"),
+                       ("n=4 actor.lr=1", "no setting is read")):  # fmt: skip
+        with pytest.raises(UsageError, match=said):
+            read(text)
+
+
 def test_settings_are_taken_as_they_are() -> None:
     assert read(Settings(n=8)) == Settings(n=8)
 

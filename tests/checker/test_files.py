@@ -7,17 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dataproto_audit.checker.files import check_file, check_history, read_history
 from dataproto_audit.codes import UsageError
 from dataproto_audit.policy import Policy
 from dataproto_audit.protocol import DataProto
+from dataproto_audit.testing.healthy import Options, boundaries
 from dataproto_audit.testing.recipes import cook
 
 from ._forms import FORMS
 
 EARLY = [{"op": "shift", "f": "token_level_scores", "by": -1}]
-KEYS = {"path", "ok", "outcomes", "findings", "not_checkable", "evidence_level", "notes"}
+KEYS = {"path", "ok", "outcomes", "findings", "not_checkable", "evidence_level", "notes",
+        "untold"}  # fmt: skip
 
 
 def save(path: Path, ops: Any = ()) -> Path:
@@ -40,6 +43,37 @@ def test_a_saved_batch(tmp_path: Path) -> None:
     said = json.loads(json.dumps(checked.to_dict()))
     assert set(said) == KEYS
     assert (said["path"], said["ok"]) == (checked.label, False)
+
+
+def _advantages_times(path: Path, *factors: float) -> Path:
+    """A step's batch whose first rows' advantages are multiplied."""
+    made = boundaries(Options())
+    [after] = [b for b in made if (b.stage, b.when) == ("advantage", "after")]
+    tensors = after.batch.batch
+    tensors["advantages"] = tensors["advantages"].clone()
+    tensors["advantages"][: len(factors)] *= torch.tensor(factors)[:, None]
+    after.batch.save_to_disk(path)
+    return path
+
+
+def test_advantages_that_nobody_can_recompute_are_named(tmp_path: Path) -> None:
+    path = _advantages_times(tmp_path / "other.pkl", *(1.1**i for i in range(16)))
+    [checked] = check_file(path)
+    assert checked.report.ok
+    [text] = checked.to_dict()["untold"]
+    assert "--config adv_estimator=grpo" in text
+    [checked] = check_file(path, config="adv_estimator=grpo")
+    assert (checked.report.ok, checked.untold) == (False, ())
+    [checked] = check_file(save(tmp_path / "early.pkl", EARLY))
+    assert checked.untold == ()  # the batch says its estimator
+
+
+def test_the_rule_is_inferred_where_most_rows_tell_it(tmp_path: Path) -> None:
+    [checked] = check_file(_advantages_times(tmp_path / "few.pkl", -3.0, 2.0))
+    [finding] = [f for f in checked.report.findings if f.check == "advantage_inferred"]
+    assert (finding.severity, set(finding.rows) <= {0, 1}) == ("warn", True)
+    assert "std_unbiased_eps_1e-6" in finding.evidence["rule, inferred"]
+    assert checked.untold == ()
 
 
 def test_a_folder_has_an_answer_for_each_batch(tmp_path: Path) -> None:

@@ -157,6 +157,32 @@ def test_other_widths_cannot_be_joined() -> None:
     assert found.causes == ("wrong_width",)
 
 
+def whole(prompt: int, response: int, **more: Any) -> BatchView:
+    """A batch with fields of every axis."""
+    ids, full = torch.ones(2, response), torch.ones(2, prompt + response)
+    fields = {"prompts": torch.ones(2, prompt), "responses": ids, "input_ids": full,
+              "attention_mask": full, "old_log_probs": ids, "values": ids}  # fmt: skip
+    return BatchView.of({"batch": fields | more})
+
+
+def test_all_fields_of_an_axis_are_one_finding() -> None:
+    [found] = concat_violations([whole(3, 5), whole(3, 6)])
+    assert (found.code, found.field) == ("DPA103", "responses")
+    assert found.evidence == {"also": "old_log_probs, values, input_ids, attention_mask"}
+    [found] = concat_violations([whole(3, 5), whole(4, 5), whole(3, 5)])
+    assert found.field == "prompts"
+    assert found.evidence == {"also": "input_ids, attention_mask"}
+
+
+def test_other_axes_are_findings_of_their_own() -> None:
+    both = concat_violations([whole(3, 5), whole(4, 7)])
+    assert [found.field for found in both] == ["prompts", "responses"]
+    one = concat_violations([whole(3, 5), whole(3, 6, values=torch.ones(2, 9))])
+    assert [found.field for found in one] == ["responses", "values"]
+    kept = concat_violations([whole(3, 5), whole(3, 5, values=torch.ones(2, 9))])
+    assert [(found.field, dict(found.evidence)) for found in kept] == [("values", {})]
+
+
 def test_jagged_fields_have_no_width() -> None:
     def jagged(*lengths: int) -> torch.Tensor:
         return torch.nested.nested_tensor([torch.ones(n) for n in lengths], layout=torch.jagged)

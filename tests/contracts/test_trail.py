@@ -114,18 +114,28 @@ def test_what_changed_on_the_way_in_is_not_held_against_the_stage():
     assert [(f.code, f.stage, f.when) for f in structural] == [("DPA113", "advantage", "before")]
 
 
-def test_rejection_may_change_the_mask_where_it_is_configured():
-    for rejection, codes in ((True, set()), (False, {"DPA106"})):
-        auditor = Auditor(replace(OPTIONS.settings(), rejection=rejection), on_fail="record",
-                          level="shape")  # fmt: skip
-        auditor.begin_step(1)
-        for b in boundaries(OPTIONS):
-            if (b.stage, b.when) == ("advantage", "after"):
-                mask = b.batch.batch["response_mask"].clone()
-                mask[0] = 0
-                b.batch.batch["response_mask"] = mask
-            auditor.boundary(b.stage, b.batch, when=b.when, evidence=b.evidence)
-        assert {f.code for f in auditor.findings} == codes
+@pytest.mark.parametrize(
+    ("rejection", "trained", "codes"),
+    [
+        (True, 0, set()),
+        (False, 0, {"DPA106"}),
+        (None, 0, set()),  # only lost tokens, as a rejection would have it
+        (None, 1, {"DPA106"}),
+        (True, 1, set()),
+    ],
+)
+def test_rejection_may_change_the_mask_where_it_is_configured_or_may_be(rejection, trained, codes):
+    auditor = Auditor(replace(OPTIONS.settings(), rejection=rejection), on_fail="record",
+                      level="shape")  # fmt: skip
+    auditor.begin_step(1)
+    for b in boundaries(OPTIONS):
+        if (b.stage, b.when) == ("advantage", "after"):
+            mask = b.batch.batch["response_mask"].clone()
+            assert mask.min() == 0
+            mask[mask.min(1).values.argmin()] = trained
+            b.batch.batch["response_mask"] = mask
+        auditor.boundary(b.stage, b.batch, when=b.when, evidence=b.evidence)
+    assert {f.code for f in auditor.findings} == codes
 
 
 def test_a_lost_trail_is_taken_up_again():

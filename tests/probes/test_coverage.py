@@ -112,7 +112,9 @@ CASES = [
 TRAINED = [
     _train(nothing_left, "empty_mask", "a masked mean over it is 0/0"),
     _train(_mask_of([(2, 0)]), "empty_mask", "a variance over one token is 0/0",
-           blames="advantage"),
+           blames="advantage", options=Options(estimator="reinforce_plus_plus")),
+    _train(_mask_of([(2, 0)]), "empty_mask", "a variance over one token is 0/0",
+           blames="advantage", severity="warn", settings={"adv_estimator": None}),
     _train(one_row_empty, "empty_mask", "none in 1 rows", severity="warn",
            settings={"micro_batch_size": 1}),
 ]  # fmt: skip
@@ -136,6 +138,21 @@ def test_a_mask_with_next_to_nothing_in_it(case: Case) -> None:
     )  # fmt: skip
     assert case.says in str(finding)
     assert finding.causes == (case.cause,)
+
+
+def test_one_trained_token_is_too_few_for_a_critic() -> None:
+    """Whatever the estimator is called (ROLL issue 475, case B035)."""
+    ran = audit(Options(critic=True), {"update_actor": _mask_of([(2, 0)])}, until="update_actor",
+                settings={"rejection": True, "adv_estimator": "grpo"})  # fmt: skip
+    [finding] = ran.findings("something_to_train", "update_actor")
+    assert (finding.severity, finding.stage) == ("fail", "advantage")
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "remax"])
+def test_one_trained_token_is_enough_where_nothing_is_whitened(estimator: str) -> None:
+    ran = audit(change={"update_actor": _mask_of([(2, 0)])}, until="update_actor",
+                settings={"rejection": True, "adv_estimator": estimator})  # fmt: skip
+    assert ran.outcome("something_to_train", "update_actor").kind == "passed"
 
 
 # -- near-misses -----------------------------------------------------------------------------------

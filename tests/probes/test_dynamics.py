@@ -93,7 +93,7 @@ CASES = [
     Case("entropy_bounds", "DPA604", "old_log_prob", negative_entropy, "temperature_mismatch",
          "-0.1 to"),
     Case("entropy_bounds", "DPA604", "old_log_prob", entropy_not_a_number,
-         "temperature_mismatch", "between 0 and"),
+         "temperature_mismatch", "between 0 and", also=("DPA420",)),
     Case("weights_arrived", "DPA605", "sync_weights", one_stale_tensor, "stale_rollout_weights",
          "layer.2 with checksum 1002"),
     Case("weights_arrived", "DPA605", "sync_weights", stale_head, "tied_head_not_updated",

@@ -44,6 +44,7 @@ SCENES: dict[str, Options] = {
     "rows_alike": Options(dtype="bfloat16", prompts=1, n=4, seed=9),
     "entropy_of_the_sampled": Options(prompts=16, response_width=12, truncated=0, one_token=0),
     "reference_stays": Options(step=4),
+    "advantage_inferred": Options(prompts=6),
     "ref_in_place": Options(step=30, response_width=16),
     "no_placeholder_values": Options(critic=True),
     "image_positions": Options(images=True),
@@ -54,15 +55,19 @@ SCENES: dict[str, Options] = {
     "returns_recomputed": Options(critic=True),
     "importance_weights": Options(correction=True),
     "rollout_is_weights_finite": Options(correction=True),
+    "weights_nonnegative": Options(correction=True),
+    "model_scores_finite": RECORDED,
     "values_finite": Options(critic=True),
+    "update_values_finite": Options(critic=True),
     "first_values": Options(critic=True),
     "value_loss_recomputed": Options(critic=True),
     "returns_cross_gaps": Options(multi_turn=True, response_width=8),
 }
 """The healthy step at which a probe comes to a verdict, where the plain one has no such thing."""
 UNTOLD: dict[str, Any] = {"one_weight_version": {"on_policy": None},
-                          "tool_tokens_untrained": {"multi_turn": None}}  # fmt: skip
-"""Settings that would say why a field is missing."""
+                          "tool_tokens_untrained": {"multi_turn": None},
+                          "advantage_inferred": {"adv_estimator": None}}  # fmt: skip
+"""Settings that would say why a field is missing, or leave a probe nothing to say."""
 PLAIN = Options(entropy=True)
 PAST: dict[str, Any] = {"actor/entropy": (2.9,) * 20, "audit/ref_gap_max": (0.2, 0.3)}
 """What earlier steps left for the checks of a batch that look back."""
@@ -108,8 +113,10 @@ def test_every_probe_has_a_verdict_over_healthy_steps() -> None:
     fired: set[str] = set()
     jumpy = ("actor/ppo_kl", "actor/kl_loss", "actor/grad_norm")
     spikes = PAST | {name: [0.5] * 20 for name in jumpy}
-    for options in {PLAIN, *SCENES.values()}:
-        ran = audit(options, history=spikes)
+    scenes = {(options, ""): {} for options in (PLAIN, *SCENES.values())}
+    scenes |= {(SCENES[name], name): UNTOLD[name] for name in UNTOLD}
+    for (options, _), settings in scenes.items():
+        ran = audit(options, history=spikes, settings=settings)
         fired |= ran.auditor.fired
         assert not ran.bad(), "\n".join(map(str, ran.bad()))
     ran = audit(until=AT_END, history=HISTORY)
@@ -135,7 +142,8 @@ def test_every_probe_runs_at_all_its_stages(name: str, stage: str) -> None:
     past, scene = HISTORY if stage == AT_END else PAST, SCENES.get(name, PLAIN)
     if stage in ("values", "update_critic"):
         scene = replace(scene, critic=True)
-    outcome = audit(scene, until=stage, history=past).outcome(name, stage)
+    settings = UNTOLD.get(name)
+    outcome = audit(scene, until=stage, history=past, settings=settings).outcome(name, stage)
     spikes = name.endswith("_spike")
     assert outcome.kind == ("not_checkable" if spikes else "passed")
 

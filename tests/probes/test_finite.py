@@ -38,6 +38,15 @@ CASES = [
     Case("rollout_is_weights_finite", "DPA420", "advantage",
          _odd("rollout_is_weights", float("nan")), "non_finite", "NaN: 1",
          options=Options(correction=True)),
+    Case("entropys_finite", "DPA420", "old_log_prob", _odd("entropys", float("nan")),
+         "non_finite", "NaN: 1", also=("DPA604",)),
+    Case("update_log_probs_finite", "DPA420", "update_actor",
+         _odd("update_log_probs", float("nan")), "non_finite", "NaN: 1"),
+    Case("update_entropys_finite", "DPA420", "update_actor",
+         _odd("update_entropys", float("inf")), "non_finite", "NaN: 0",
+         options=Options(entropy=True)),
+    Case("update_values_finite", "DPA420", "update_critic", _odd("update_values", float("nan")),
+         "non_finite", "NaN: 1", options=CRITIC),
 ]  # fmt: skip
 
 
@@ -84,6 +93,25 @@ def test_nan_is_found_whatever_the_estimator(field: str) -> None:
     [finding] = [f for f in check(given) if f.code == "DPA420"]
     assert (finding.field, finding.rows, finding.columns) == (field, (1,), {1: (2,)})
     assert (finding.severity, finding.causes[0]) == ("fail", "non_finite")
+
+
+@pytest.mark.parametrize("field", ["advantages", "update_log_probs", "rollout_is_weights"])
+def test_what_is_not_finite_is_said_first_at_its_stage(field: str) -> None:
+    """What is made of a NaN differs from its recomputation, and nothing but the NaN is wrong."""
+    options = Options(correction=field == "rollout_is_weights")
+    stage = MADE_AT[field]
+    for value in (float("nan"), float("inf")):
+        ran = audit(options, {stage: _odd(field, value)}, until="update_actor")
+        first = ran.report(stage).findings[0]
+        assert (first.code, first.field) == ("DPA420", field)
+        assert not ran.findings("loss_recomputed", "update_actor")
+
+
+def test_weights_are_looked_at_without_rejection_too() -> None:
+    """Importance weights alone leave the mask as it is."""
+    ran = audit(Options(correction=True), {"advantage": _odd("rollout_is_weights", float("nan"))},
+                until="advantage", settings={"rejection": False})  # fmt: skip
+    assert ran.findings("rollout_is_weights_finite", "advantage")
 
 
 def test_without_rollout_correction_there_are_no_weights() -> None:

@@ -17,7 +17,7 @@ from dataproto_audit.testing.healthy import Boundary, Options
 
 from ._corrupt import HISTORY, METRICS, Case, Ran, Truth, audit, check_case, each
 
-GAP, LR = "rollout_corr/abs_log_prob_gap", "actor/lr"
+GAP, LR, NORM = "rollout_corr/abs_log_prob_gap", "actor/lr", "actor/grad_norm"
 DEAD, SHARE = "groups/dead_share", "response_mask/masked_share"
 CLIPPED, KL = "actor/pg_clipfrac", "actor/ppo_kl"
 REF = "ref_log_prob"
@@ -56,6 +56,7 @@ def ref_is_the_policy(b: Boundary) -> Truth:
 MOVED = {REF_GAP: (0.0, 1e-6), WEIGHTS: (11.0, 12.0)}
 """Two steps in which the weights changed and the reference went with them."""
 LATER = Options(step=4)
+NO_ADVANTAGES = {f"critic/advantages/{name}": (0.0, 0.0) for name in ("max", "min")}
 
 CASES = [
     Case("reference_stays", "DPA612", "ref_log_prob", ref_is_the_policy, "reference_not_frozen",
@@ -213,8 +214,19 @@ def test_small_gaps_of_any_kind_are_quiet_while_the_policy_learns(gaps: list[flo
         ({}, "not_checkable"),
         ({REF_GAP: (0.0,), WEIGHTS: (11.0,)}, "not_checkable"),
         ({REF_GAP: (0.0, 0.0)}, "not_checkable"),  # nothing tells that the policy moved
-        ({REF_GAP: (0.0, 0.0), WEIGHTS: (11.0, 11.0)}, "not_checkable"),
+        ({REF_GAP: (0.0, 0.0), WEIGHTS: (11.0, 11.0)}, "not_applicable"),
+        ({REF_GAP: (0.0, 0.0), WEIGHTS: (11.0, 11.0), LR: (1e-3, 1e-3)}, "not_applicable"),
         ({REF_GAP: (0.0, 0.0), LR: (1e-6, 0.0)}, "not_checkable"),
+        ({REF_GAP: (0.0, 0.0), LR: (0.0, 0.0)}, "not_applicable"),
+        ({REF_GAP: (0.0, 0.0), LR: (0.0, 0.0), NORM: (0.4, 0.4)}, "not_applicable"),
+        ({REF_GAP: (0.0, 0.0), LR: (1e-3, 1e-3), NORM: (0.0, 0.0)}, "not_applicable"),
+        # only the decay moved the weights
+        ({**MOVED, LR: (1e-3, 1e-3), NORM: (0.0, 0.0)}, "not_applicable"),
+        ({**MOVED, LR: (1e-3, 1e-3), NORM: (0.3, 0.0)}, "not_checkable"),
+        ({**MOVED, LR: (1e-3, 1e-3), NORM: (0.3, 0.1)}, "failed"),
+        ({REF_GAP: (0.0, 0.0), LR: (1e-3, 1e-3), NORM: (0.3, 0.1)}, "failed"),
+        ({REF_GAP: (0.0, 0.0), LR: (1e-3, 1e-3), **NO_ADVANTAGES}, "not_checkable"),
+        ({**MOVED, LR: (1e-9, 1e-9), NORM: (0.3, 0.1)}, "not_checkable"),
         ({REF_GAP: (0.0, 0.3), WEIGHTS: (11.0, 12.0)}, "passed"),
         (MOVED, "failed"),
     ],

@@ -226,9 +226,11 @@ def test_the_coefficient_is_measured() -> None:
     assert ran.auditor.history["audit/kl_in_reward_beta"][0] == pytest.approx(BETA, rel=1e-3)
 
 
-def finished(moved: float = 0.4, rows: int = 4, columns: int = 6) -> dict[str, Tensor]:
+def finished(
+    moved: float = 0.4, rows: int = 4, columns: int = 6, seed: int = 0
+) -> dict[str, Tensor]:
     """A batch with advantages, and k3 taken off its rewards."""
-    random = torch.Generator().manual_seed(0)
+    random = torch.Generator().manual_seed(seed)
     old = -0.5 - 3 * torch.rand(rows, columns, generator=random)
     ref = old + moved * torch.randn(rows, columns, generator=random)
     scores = torch.zeros(rows, columns)
@@ -251,12 +253,32 @@ def test_in_a_saved_batch_the_mask_may_be_of_a_later_rejection() -> None:
     assert finding.columns == {0: (2,)}  # the penalty of column 1 is below 1e-4
 
 
-@pytest.mark.parametrize("moved", [1e-7, 1e-5, 1e-3, 1e-2, 0.4])
-@pytest.mark.parametrize("beta", [1e-6, 1e-3, 0.2])
-def test_a_penalty_near_rounding_is_not_judged_wrong(moved: float, beta: float) -> None:
-    fields = finished(moved)
+@pytest.mark.parametrize("moved", [1e-7, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0])
+@pytest.mark.parametrize(("beta", "seed"), [(1e-6, 0), (1e-3, 1), (0.05, 2), (0.5, 3), (0.5, 4)])
+def test_a_penalty_near_rounding_is_not_judged_wrong(moved: float, beta: float, seed: int) -> None:
+    fields = finished(moved, 32, 4, seed)
     for kind in ("k1", "k3", "k2", "abs"):
         kl = kl_estimate(fields["old_log_probs"], fields["ref_log_prob"], kind)
         fields[FIELD] = fields["token_level_scores"] - beta * kl
         report = check({"batch": fields}, config={"use_kl_in_reward": True})
         assert not {"DPA417", "DPA901"} & {f.code for f in report.findings}, report
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_a_penalty_that_rounding_takes_is_not_missed(kind: str) -> None:
+    """One-token responses, beside scores of 1: float32 has no room for a small square."""
+    old = torch.full((4, 1), -1.0)
+    ref = old + torch.tensor([[0.02], [-0.02], [0.015], [0.0]])
+    scores, one = torch.ones(4, 1), torch.ones(4, 1, dtype=torch.long)
+    fields = {"responses": one, "response_mask": one, "token_level_scores": scores,
+              "old_log_probs": old, "ref_log_prob": ref,
+              FIELD: scores - 1e-3 * kl_estimate(old, ref, kind).float()}  # fmt: skip
+    report = check({"batch": fields}, config={"use_kl_in_reward": True})
+    assert not [f for f in report.findings if f.code == "DPA417"]
+
+
+def test_a_penalty_that_is_missing_beside_scores_of_one_is_found() -> None:
+    fields = finished()
+    fields[FIELD] = fields["token_level_scores"].clone()
+    report = check({"batch": fields}, config={"use_kl_in_reward": True})
+    assert [f.causes[0] for f in report.findings if f.code == "DPA417"] == ["field_forgotten"]

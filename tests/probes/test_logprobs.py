@@ -82,6 +82,20 @@ def test_it_is_found_where_it_is(case: Case) -> None:
     check_case(case)
 
 
+@pytest.mark.parametrize(
+    ("kind", "severity"),
+    [(torch.float64, "info"), (torch.bfloat16, "warn"), (torch.float16, "warn")],
+)
+def test_float64_beside_float32_loses_nothing(kind: torch.dtype, severity: str) -> None:
+    def widened(b: Boundary) -> Truth:
+        b.batch.batch[OLD] = b.batch.batch[OLD].to(kind)
+        return Truth(OLD)
+
+    ran = audit(change={"old_log_prob": widened}, until="old_log_prob")
+    [finding] = ran.findings("precision", "old_log_prob")
+    assert finding.severity == severity
+
+
 def test_half_precision_is_told_but_no_warning() -> None:
     ran = audit(HALF, until="ref_log_prob")
     assert not ran.bad()

@@ -369,3 +369,27 @@ def test_a_loss_that_is_not_known_is_not_recomputed() -> None:
 
     outcome = audit(change={AFTER: change}, until=AFTER).outcome("loss_recomputed", AFTER)
     assert (outcome.kind, outcome.reason) == ("not_checkable", "no recomputation of the loss cispo")
+
+
+@pytest.mark.parametrize("name", ["pg_loss", "total", "normaliser"])
+@pytest.mark.parametrize("value", ["x", [1.0, 2.0], torch.ones((), device="meta"), 1j, b"1"])
+def test_a_term_that_is_no_number_is_told(name: str, value: Any) -> None:
+    def change(b: Boundary) -> None:
+        b.evidence["losses"][0][name] = value
+
+    ran = audit(change={AFTER: change}, until=AFTER)
+    for probe in ("loss_recomputed", "loss_normaliser"):
+        outcome = ran.outcome(probe, AFTER)
+        assert (outcome.kind, outcome.reason) == ("not_checkable", f"losses.{name} is no number")
+    assert not [f for f in ran.auditor.findings if f.code.startswith("DPA9")]
+
+
+def test_terms_may_be_scalars_of_torch_and_numpy() -> None:
+    def change(b: Boundary) -> None:
+        for loss in b.evidence["losses"]:
+            loss["pg_loss"] = torch.tensor(loss["pg_loss"])
+            loss["normaliser"] = torch.tensor(loss["normaliser"]).numpy()
+
+    ran = audit(change={AFTER: change}, until=AFTER)
+    assert ran.outcome("loss_recomputed", AFTER).kind == "passed"
+    assert ran.outcome("loss_normaliser", AFTER).kind == "passed"

@@ -198,3 +198,10 @@ def test_usual_causes_where_nothing_fits() -> None:
 def test_how_exactly_a_cause_has_to_fit(off: float, fits: bool) -> None:
     said = explained(times(2.0 * (1 + off), "pg_loss"), "pg_loss")
     assert (said[1] == "2 times too large") is fits
+
+
+@pytest.mark.parametrize("names", [("pg_loss",), ("pg_loss", "total"), ("pg_loss", "kl_loss")])
+def test_terms_of_the_other_sign(names: tuple[str, ...]) -> None:
+    right = loss()
+    cause, told = explained({name: -right[name] for name in names}, *names)
+    assert (cause, told) == ("wrong_sign", f"{', '.join(sorted(names))} of the other sign")

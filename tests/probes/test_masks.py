@@ -262,7 +262,7 @@ def test_a_later_stage_that_changes_the_mask_is_checked_again() -> None:
 
 def test_what_breaks_its_declaration_is_not_read() -> None:
     def floats(b: Boundary) -> Truth:
-        b.batch.batch["attention_mask"] = b.batch.batch["attention_mask"].float()
+        b.batch.batch["attention_mask"] = b.batch.batch["attention_mask"].float() * 2
         return Truth("attention_mask")
 
     outcome = audit(change={"rollout": floats}, until="rollout").outcome("positions", "rollout")

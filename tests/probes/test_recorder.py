@@ -95,7 +95,7 @@ def test_a_batch_whose_masks_are_broken_still_leaves_its_outcomes(tmp_path: Path
     def change(b: Any) -> None:
         fields = b.batch.batch
         if b.when == "after" and fields is not None and b.stage != "prompts":
-            fields["response_mask"] = fields["response_mask"].float()
+            fields["response_mask"] = fields["response_mask"].float() * 2
 
     run, auditor = recorded_only_until_reward(tmp_path, change)
     assert len(run.table("rows")) == 0

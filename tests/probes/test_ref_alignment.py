@@ -68,7 +68,7 @@ def test_a_shift_of_all_rows_is_undone(by: int, moved: float) -> None:
 
 
 def test_rows_that_are_shifted_among_others_are_named() -> None:
-    fields = batch(rows=64, width=80)
+    fields = batch(rows=64, width=120)
     fields[FIELD][[5, 17, 40]] = np.roll(fields[FIELD][[5, 17, 40]], 1, 1)
     _, [finding] = judged(fields)
     assert (finding.code, finding.rows) == ("DPA304", (5, 17, 40))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from dataproto_audit import check
 from dataproto_audit.testing import faults
 from dataproto_audit.testing.healthy import Boundary, Options
 
@@ -46,6 +47,11 @@ def wrapped_around(b: Boundary) -> Truth:
     own(b, SCORES)[row, -1] = 1.0
     own_array(b, "score")[row] = 1.0
     return at(SCORES, (row, 3))
+
+
+def model_score_lost(b: Boundary) -> Truth:
+    own(b, "rm_scores")[2, 1] = float("nan")
+    return at("rm_scores", (2, 1))
 
 
 def doubled(b: Boundary) -> Truth:
@@ -105,6 +111,8 @@ CASES = [
     _case("reward_finite", "DPA407", infinite, "non_finite", "finite scores"),
     _case("reward_finite", "DPA407", no_scalar_score, "non_finite", "finite scores",
           "DPA411"),
+    Case("model_scores_finite", "DPA407", "reward", model_score_lost, "non_finite",
+         "NaN or infinity in 1 rows", options=Options(recorded=True, micro_rows=4)),
     Case("reward_finite", "DPA407", "validation", not_a_number, "non_finite", "after validation",
          options=ALL_SCORED),
 ]  # fmt: skip
@@ -113,6 +121,15 @@ CASES = [
 @each(CASES)
 def test_it_is_found_where_it_is(case: Case) -> None:
     check_case(case)
+
+
+def test_a_nan_in_both_scores_is_said_of_one() -> None:
+    scores = torch.tensor([[0.0, float("nan")], [0.0, 1.0]])
+    given = {"responses": torch.ones(2, 2, dtype=torch.long), "rm_scores": scores}
+    assert [f.field for f in check(given).findings if f.code == "DPA407"] == ["rm_scores"]
+    both = check(given | {SCORES: scores.clone()})
+    assert [f.field for f in both.findings if f.code == "DPA407"] == [SCORES]
+    assert not [f for f in check(given | {"rm_scores": torch.zeros(2, 2)}) if f.code == "DPA407"]
 
 
 def test_a_process_reward_that_was_announced_is_not_judged() -> None:

@@ -88,21 +88,46 @@ def test_random_groups_are_quiet(seed: int, n: int, estimator: str) -> None:
     assert ran.outcome("advantages_alive", "advantage").kind == "passed"
 
 
-def _alone(rewards: list[float]) -> Any:
+def _alone(rewards: list[float], *, uids: str = "", estimator: str | None = "grpo") -> Any:
     fields = {
         REWARDS: torch.tensor(rewards)[:, None],
         "advantages": torch.zeros(len(rewards), 1),
         "response_mask": torch.ones(len(rewards), 1, dtype=torch.int64),
     }
-    uids = np.array([f"u{row}" for row in range(len(rewards))], object)
-    return dataproto_audit.check({"batch": fields, "non_tensor_batch": {"uid": uids}},
-                                 stage="advantage")  # fmt: skip
+    uid = np.array(list(uids or "abcdefgh"[: len(rewards)]), object)
+    return dataproto_audit.check({"batch": fields, "non_tensor_batch": {"uid": uid}},
+                                 stage="advantage",
+                                 config={"adv_estimator": estimator})  # fmt: skip
 
 
 def test_a_group_of_one_keeps_its_reward() -> None:
     [finding] = [f for f in _alone([1.0, 0.0]) if f.code == "DPA412"]
     assert (finding.severity, finding.rows) == ("warn", (0, 1))
     assert not [f for f in _alone([1.0, 1.0]) if f.code == "DPA412"]
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "grpo_passk", "opo", None])
+def test_best_ones_that_tie_leave_nothing_for_the_best_only(estimator: str | None) -> None:
+    report = _alone([1.0, 1.0, 0.0, 1.0, 1.0], uids="aaabb", estimator=estimator)
+    found = [f for f in report if f.code == "DPA412"]
+    assert bool(found) == (estimator in ("grpo", "opo"))
+    [outcome] = [o for o in report.outcomes if o.check == "advantages_alive"]
+    if estimator is None:
+        assert (outcome.kind, outcome.reason) == (
+            "not_checkable", "setting unknown: adv_estimator; grpo_passk leaves nothing here",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(("estimator", "quiet"), [("opo", True), (None, True), ("rloo", False)])
+def test_a_baseline_of_the_only_row_that_is_trained(estimator: str | None, quiet: bool) -> None:
+    """Lengths 1 and 0 weight the baseline: it is the reward of the row with a token."""
+    fields = {REWARDS: torch.tensor([[1.0], [0.0], [0.0]]), "advantages": torch.zeros(3, 1),
+              "response_mask": torch.tensor([[1], [0], [0]])}  # fmt: skip
+    uid = np.array(["a", "a", "a"], object)
+    report = dataproto_audit.check({"batch": fields, "non_tensor_batch": {"uid": uid}},
+                                   stage="advantage",
+                                 config={"adv_estimator": estimator})  # fmt: skip
+    assert bool([f for f in report if f.code == "DPA412"]) != quiet
 
 
 @pytest.mark.parametrize("options", [TURNS, Options(multi_turn=True, response_width=8)])

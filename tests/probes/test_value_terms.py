@@ -1,5 +1,6 @@
 """The critic's loss of a mini-batch: one rule for the checks, for replay and for shrink."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -39,7 +40,12 @@ def test_rows_and_aggregation_count():
         (TOLD, ""),
         ({}, "not recorded: losses.cliprange_value, losses.loss_agg_mode"),
         ({**TOLD, "loss_agg_mode": "mean"}, "unknown aggregation mean"),
-        ({**TOLD, "cliprange_value": "wide"}, "cliprange_value is 'wide'"),
+        ({**TOLD, "loss_agg_mode": np.ones(2)}, "unknown aggregation [1. 1.]"),
+        ({**TOLD, "cliprange_value": "wide"}, "losses.cliprange_value is no number"),
+        ({**TOLD, "cliprange_value": np.float32(0.5)}, ""),
+        ({**TOLD, "cliprange_value": torch.tensor(0.5)}, ""),
+        ({**TOLD, "cliprange_value": float("nan")}, "cliprange_value is nan"),
+        ({**TOLD, "cliprange_value": True}, "cliprange_value is True"),
     ],
 )
 def test_what_is_not_computed_is_said(told, said):

@@ -37,6 +37,12 @@ def one_weight(b: Boundary) -> Truth:
     return at(FIELD, (row, 3))
 
 
+def negative(b: Boundary) -> Truth:
+    row = row_of(b, 8, 2)
+    own(b, FIELD)[row, 3] = -0.5
+    return at(FIELD, (row, 3))
+
+
 def unscorable(b: Boundary) -> Truth:
     b.batch.non_tensor_batch["scorable"] = own_array(b, "score").copy()
     advantages = b.batch.batch["advantages"]
@@ -52,6 +58,8 @@ CASES = [
          "token, inverted", options=STALE),
     Case("importance_weights", "DPA418", AFTER, one_weight, "field_overwritten",
          "exp(old - rollout)", options=STALE),
+    Case("weights_nonnegative", "DPA418", AFTER, negative, "wrong_sign", "-0.5 at the least",
+         options=STALE),
     Case("unscorable_rows", "DPA419", AFTER, unscorable, "unscorable_counted",
          "an advantage in 1 of 1 such rows", options=Options(response_width=8)),
 ]  # fmt: skip

@@ -106,6 +106,15 @@ def test_healthy_configurations_are_all_different_and_quiet_on_a_sample() -> Non
     assert sum(total.executed.values()) == total.checks
 
 
+@pytest.mark.parametrize("name", ["filler rows", "rejection, gae, nothing told"])
+def test_the_last_batch_is_checked_in_one_piece(name: str) -> None:
+    """What later stages write is there from the first one on, and says why a mask is cut."""
+    [saved] = [one for one in healthy_configurations() if one.name == f"{name}, as saved"]
+    ran = run_healthy([saved])
+    assert (ran.alarms, ran.batches) == ([], 6)
+    assert ran.executed["sampled_tokens_trained"] + ran.executed["mask_complete"] >= 6
+
+
 def test_jagged_batches_have_rows_of_their_own_lengths() -> None:
     from dataproto_audit.testing.healthy import boundaries
 

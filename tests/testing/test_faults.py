@@ -70,6 +70,15 @@ def test_other_spellings_of_an_injection_are_refused(text: str) -> None:
         parse_injection(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "meant"), [("log_prob_shif@3", "Did you mean log_prob_shift? "), ("xyz@3", "")]
+)
+def test_a_fault_with_a_typing_error_names_the_nearest(text: str, meant: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_injection(text)
+    assert caught.value.remedy.startswith(f"{meant}Faults: ")
+
+
 def test_a_fault_of_ones_own() -> None:
     @fault("mine", "reward", "score")
     def mine(batch: DataProto) -> Truth:

@@ -42,6 +42,23 @@ def reference_one_column_late(scene: Scene) -> Truth:
     return _put(scene, "ref_log_prob", moved(scene.tensors["ref_log_prob"], 1))
 
 
+@seeded("ref_log_prob", "ref_log_prob", cause="shift", bases=("long",), tuned=True,
+        options={"step": 12})  # fmt: skip
+def reference_late_after_the_policy_moved(scene: Scene) -> Truth:
+    """The same when nothing is equal any more."""
+    return _put(scene, "ref_log_prob", moved(scene.tensors["ref_log_prob"], 1))
+
+
+@seeded("ref_log_prob", "ref_log_prob", cause="row_permutation", bases=("long",), tuned=True,
+        options={"step": 12})  # fmt: skip
+def reference_rows_exchanged_after_the_policy_moved(scene: Scene) -> Truth:
+    """Two rows of a dynamic micro-batch change places when the order is undone."""
+    new = scene.tensors["ref_log_prob"].clone()
+    rows = scene.long(16)[[0, -1]]
+    new[rows] = new[rows.flip(0)]
+    return _put(scene, "ref_log_prob", new)
+
+
 @seeded("old_log_prob", *BOTH, cause="shift", bases=("tools", "long"), tuned=True)
 def some_rows_shifted(scene: Scene) -> Truth:
     """Rows of one worker, which pads its sequences, come back one column late."""

@@ -7,6 +7,7 @@ others, which are made in the simulated step; the bench runs the catalogue.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from dataclasses import field as dc_field
@@ -130,7 +131,11 @@ def parse_injection(text: str) -> tuple[Fault, int]:
     name, at, step = text.partition("@")
     if name not in FAULTS or not at or not step.isdigit() or int(step) < 1:
         listed = ", ".join(FAULTS)
+        near = difflib.get_close_matches(name, FAULTS, 1) if name not in FAULTS else []
+        meant = f"Did you mean {near[0]}? " if near else ""
         raise UsageError(
-            "DPA851", f"audit.inject={text} is no FAULT@STEP.", f"Faults: {listed}; steps from 1."
+            "DPA851",
+            f"audit.inject={text} is no FAULT@STEP.",
+            f"{meant}Faults: {listed}; steps from 1.",
         )
     return FAULTS[name], int(step)
