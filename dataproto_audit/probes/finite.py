@@ -50,6 +50,14 @@ def uncorrected(view: BatchView, ctx: Context) -> str:
     return "" if there else "no rollout correction"
 
 
+def without_bonus(view: BatchView, ctx: Context) -> str:
+    """Why an update has no entropies: nothing in its loss asks for them."""
+    return "no entropy in the loss" if ctx.settings.entropy_coeff == 0 else ""
+
+
+ABSENT = {"rollout_is_weights": uncorrected, "update_entropys": without_bonus}
+
+
 def _finite(field: str, stage: str) -> None:
     def run(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterable[Finding]:
         if stats[f"odd_trained:{field}"]:
@@ -70,7 +78,7 @@ def _finite(field: str, stage: str) -> None:
         stages=(stage,),
         needs=needs,
         stats=(any_of(f"odd_trained:{field}", needs, _odd(field)),),
-        absent=uncorrected if field == "rollout_is_weights" else None,
+        absent=ABSENT.get(field),
         basic=True,
     )(named(run, f"{field}_finite", f"{field} is finite on trained tokens."))
 

@@ -117,3 +117,14 @@ def test_weights_are_looked_at_without_rejection_too() -> None:
 def test_without_rollout_correction_there_are_no_weights() -> None:
     outcome = audit(until="advantage").outcome("rollout_is_weights_finite", "advantage")
     assert (outcome.kind, outcome.reason) == ("not_applicable", "no rollout correction")
+
+
+@pytest.mark.parametrize(
+    ("coefficient", "kind"), [(0.0, "not_applicable"), (0.01, "not_checkable")]
+)
+def test_an_update_without_a_bonus_has_no_entropies(coefficient: float, kind: str) -> None:
+    def gone(b: Boundary) -> None:
+        b.batch.batch.pop("update_entropys", None)
+
+    ran = audit(change={"update_actor": gone}, settings={"entropy_coeff": coefficient})
+    assert ran.outcome("update_entropys_finite", "update_actor").kind == kind
