@@ -74,6 +74,7 @@ class BatchView:
         meta: Mapping[str, Any],
         *,
         untracked: Iterable[str] = (),
+        odd: Mapping[str, Any] | None = None,
     ) -> None:
         self.tensors = dict(tensors)
         self.arrays = dict(arrays)
@@ -81,7 +82,7 @@ class BatchView:
         self.untracked = frozenset(untracked)
         self.fits_declaration: int | None = None
         """Number of declared fields when all of them were found to fit; None before that."""
-        self.odd: dict[str, Any] = {}
+        self.odd = dict(odd or {})
         """Entries of a plain mapping that are no field at all, by name: a text, None..."""
         self.whole: BatchView = self
         """The batch as it is now, where this view shows how it was at an earlier stage."""
@@ -94,9 +95,9 @@ class BatchView:
         if isinstance(batch, BatchView):
             return batch
         parts = parts_of(batch)
-        view = cls(parts.tensors, parts.arrays, parts.meta, untracked=parts.untracked)
-        view.odd = parts.odd
-        return view
+        return cls(
+            parts.tensors, parts.arrays, parts.meta, untracked=parts.untracked, odd=parts.odd
+        )
 
     def only(self, names: Iterable[str]) -> BatchView:
         """A view of some fields, with the sizes of the whole batch."""
@@ -106,10 +107,10 @@ class BatchView:
             {name: array for name, array in self.arrays.items() if name in kept},
             self.meta,
             untracked=self.untracked & kept,
+            odd={name: value for name, value in self.odd.items() if name in kept},
         )
         sizes = {"rows": self.rows, "prompt": self.prompt, "response": self.response}
         part.__dict__.update(sizes)  # where cached_property keeps them
-        part.odd = {name: value for name, value in self.odd.items() if name in kept}
         part.whole = self.whole
         part._numpy = self._numpy
         part.hashes = self.hashes
@@ -132,9 +133,8 @@ class BatchView:
                 arrays[ours] = self.arrays[theirs]
             elif theirs in self.tensors:
                 tensors[ours] = shifted(self.tensors[theirs], shift)
-        named = BatchView(tensors, arrays, self.meta, untracked=(*self.untracked, *aliases))
-        named.odd = self.odd
-        return named
+        untracked = (*self.untracked, *aliases)
+        return BatchView(tensors, arrays, self.meta, untracked=untracked, odd=self.odd)
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors or name in self.arrays

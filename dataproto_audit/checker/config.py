@@ -113,10 +113,15 @@ PAIR = re.compile(r"[A-Za-z_][\w.]*=.*")
 """One word of a configuration that is written out."""
 
 
+def _known() -> set[str]:
+    """Every name that a setting is read from."""
+    return {*get_type_hints(Settings), *(name for names in NAMES.values() for name in names)}
+
+
 def _refuse_typos(given: Mapping[str, Any]) -> None:
     """An unknown plain name that is nearly a setting's; keys with dots belong to verl's sections,
     which hold many more than we read."""
-    known = {*get_type_hints(Settings), *(name for names in NAMES.values() for name in names)}
+    known = _known()
     plain = sorted(name for name in known if "." not in name)
     for name in given:
         near = difflib.get_close_matches(str(name), plain, 1, cutoff=0.8)
@@ -169,7 +174,7 @@ def _is_inline(config: str | os.PathLike[str]) -> bool:
 
 def _refuse_unread(given: Any) -> None:
     """Of pairs that were typed to be read, one that nothing reads is a mistake."""
-    known = {*get_type_hints(Settings), *(name for names in NAMES.values() for name in names)}
+    known = _known()
     for name, _ in _flat(given):
         if name not in known:
             near = difflib.get_close_matches(name, sorted(known), 1)

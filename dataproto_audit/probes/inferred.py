@@ -23,7 +23,7 @@ from dataproto_audit.probes.advantages import RELATIVE, coarsest, cut_groups, gr
 from dataproto_audit.probes.context import Context, NotChecked
 from dataproto_audit.probes.estimates import GAE, PLUS, PLUS_BASELINE, REMAX, Estimate
 from dataproto_audit.probes.registry import probe
-from dataproto_audit.probes.return_causes import explain_advantages
+from dataproto_audit.probes.return_causes import Explained, explain_advantages
 from dataproto_audit.reference.groups import GroupStats, rounding_bound
 from dataproto_audit.reference.rules import GROUP_RULES, GroupRule
 
@@ -61,9 +61,11 @@ def advantage_inferred(
     groups = None
     if "uid" in view and "uid" not in ctx.broken and not cut_groups(view, ctx):
         groups = group_stats(view, ctx, with_lengths=True)
-    fits = list(_fits(view, groups, found, on)) if groups is not None else []
-    if any(not fit.bad.any() and fit.sign > 0 for fit in fits):
-        return
+    fits: list[Fit] = []
+    for fit in _fits(view, groups, found, on) if groups is not None else ():
+        if fit.sign > 0 and not fit.bad.any():
+            return
+        fits.append(fit)
     walks = list(_walks(view, ctx))
     if any(wrong is None for _, wrong in walks):
         return
@@ -115,21 +117,12 @@ def _best(groups: GroupStats, fits: list[Fit], on: Any) -> Fit | None:
 def _by_rule(ctx: Context, groups: GroupStats, best: Fit, found: Any, on: Any) -> Finding:
     right = best.sign * best.want
     bad = on & (np.abs(found - right) > RELATIVE) if best.sign < 0 else best.bad
-    row, column = np.argwhere(bad)[0]
     told = explain_group_advantages(groups, best.rule, found, on, bad, right)
-    return ctx.fail(
-        "advantages",
-        cells=bad,
-        expected=f"{right[row, 0]:.6g} at row {row}, column {column}",
-        actual=f"{found[row, column]:.6g}",
-        evidence={
-            "rule, inferred": f"{best.rule.name}: {best.rule.formula}",
-            "rows that it explains": f"{int((~bad & on).any(1).sum())} of {int(on.any(1).sum())}",
-            **told.evidence,
-        },
-        causes=told.causes,
-        hint="tell adv_estimator to have this judged",
-    )
+    inferred = {
+        "rule, inferred": f"{best.rule.name}: {best.rule.formula}",
+        "rows that it explains": f"{int((~bad & on).any(1).sum())} of {int(on.any(1).sum())}",
+    }
+    return _said(ctx, bad, np.broadcast_to(right, found.shape), found, inferred, told)
 
 
 def _walks(view: BatchView, ctx: Context) -> Iterator[tuple[Estimate, Any]]:
@@ -153,23 +146,29 @@ def _walks(view: BatchView, ctx: Context) -> Iterator[tuple[Estimate, Any]]:
 
 def _by_walk(ctx: Context, made: Estimate, wrong: Any) -> Finding:
     want = made.finished(made.raw)
-    row, column = np.argwhere(wrong)[0]
     told = explain_advantages(made, wrong, want, ranks=ctx.settings.world_size)
     few = wrong.any(1).sum() <= (1 - MOST) * made.on.any(1).sum()
     if told.causes[0] == "wrong_whitening" if told.evidence else not few:
         # Some rows of a larger batch, or a rule of one's own for this step.
         ctx.unknown(f"{UNTOLD_ESTIMATOR}; advantages may be whitened otherwise")
+    inferred = {
+        "estimator, inferred from the returns": made.name,
+        "gamma": made.gamma,
+        "lambda": made.lam,
+    }
+    return _said(ctx, wrong, want, made.advantages, inferred, told)
+
+
+def _said(
+    ctx: Context, bad: Any, want: Any, found: Any, inferred: dict[str, Any], told: Explained
+) -> Finding:
+    row, column = np.argwhere(bad)[0]
     return ctx.fail(
         "advantages",
-        cells=wrong,
+        cells=bad,
         expected=f"{want[row, column]:.6g} at row {row}, column {column}",
-        actual=f"{made.advantages[row, column]:.6g}",
-        evidence={
-            "estimator, inferred from the returns": made.name,
-            "gamma": made.gamma,
-            "lambda": made.lam,
-            **told.evidence,
-        },
+        actual=f"{found[row, column]:.6g}",
+        evidence={**inferred, **told.evidence},
         causes=told.causes,
         hint=told.hint or "tell adv_estimator to have this judged",
     )

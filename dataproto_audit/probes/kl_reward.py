@@ -115,11 +115,15 @@ def _on_mask(
                 causes=("field_forgotten", "wrong_kl_estimator"),
             )
         return
-    step = _precision(view)
+    step = _precision(view) * (1.0 + np.abs(distance))
+
+    def rounding(beta: float) -> Any:
+        return slack + abs(beta) * step
+
     negative = None
     for name, kl in _estimates(distance):
         beta = _coefficient(kl[judged], penalty[judged], slack[judged])
-        close = np.abs(penalty - beta * kl) <= slack + abs(beta) * step * (1.0 + np.abs(distance))
+        close = np.abs(penalty - beta * kl) <= rounding(beta)
         if not close[judged].all():
             continue
         if beta >= 0 and not name.startswith("swapped"):
@@ -127,18 +131,16 @@ def _on_mask(
             return
         negative = negative or (name, abs(beta), kl if beta < 0 else -kl)
     if negative is not None:
-        rounding = slack + negative[1] * step * (1.0 + np.abs(distance))
-        yield from _wrong_way(ctx, penalty, rounding, judged, *negative)
+        yield from _wrong_way(ctx, penalty, rounding(negative[1]), judged, *negative)
         return
     for name, kl in _estimates(distance):
         beta = _middle(kl[judged], penalty[judged])
         error = np.abs(penalty - beta * kl)
-        close = error <= slack + abs(beta) * step * (1.0 + np.abs(distance))
+        close = error <= rounding(beta)
         if beta > 0 and close[judged].mean() >= MOST:
             bad = _listed(error, judged & ~close)
             if not bad.any() and name.startswith("swapped"):
-                rounding = slack + beta * step * (1.0 + np.abs(distance))
-                yield from _wrong_way(ctx, penalty, rounding, judged, name, beta, -kl)
+                yield from _wrong_way(ctx, penalty, rounding(beta), judged, name, beta, -kl)
                 return
             if not bad.any():
                 ctx.measure("audit/kl_in_reward_beta", beta)

@@ -100,21 +100,26 @@ def _least(pairs: Pairs) -> int:
     return LEAST_IN_FEW if usual >= TOGETHER[1] else LEAST_IN_ROW
 
 
-def _better(pairs: Pairs, other: Pairs, axis: int, least: int) -> Any:
-    """Where the reference does not follow as it is, and does as in ``other``."""
-    far = (other.cells(axis) >= least) & (pairs.correlation(axis) < APART[axis])
+def _apart(pairs: Pairs, axis: int) -> Any:
+    """Where the reference does not follow as it is."""
+    return pairs.correlation(axis) < APART[axis]
+
+
+def _better(pairs: Pairs, apart: Any, other: Pairs, axis: int, least: int) -> Any:
+    """Of what is ``apart``, where the reference follows as in ``other``."""
+    far = (other.cells(axis) >= least) & apart
     if not np.any(far):
         return far
     same = Pairs(pairs.old, pairs.ref, other.on)
-    follows = (same.correlation(axis) < APART[axis]) & (other.correlation(axis) >= TOGETHER[axis])
+    follows = _apart(same, axis) & (other.correlation(axis) >= TOGETHER[axis])
     follows &= other.likely().correlation(axis) >= TOGETHER[0]
     return far & follows & (other.gap(axis) * NEARER[axis] < same.gap(axis))
 
 
-def _shift(pairs: Pairs, axis: int, least: int) -> int:
-    """The shift that puts most in place; 0 without one."""
+def _shift(pairs: Pairs, apart: Any, axis: int, least: int) -> int:
+    """The shift that puts most of what is ``apart`` in place; 0 without one."""
     tried = (by for by in SHIFTS if abs(by) < pairs.old.shape[1])
-    placed = {by: int(np.sum(_better(pairs, pairs.moved(by), axis, least))) for by in tried}
+    placed = {by: int(np.sum(_better(pairs, apart, pairs.moved(by), axis, least))) for by in tried}
     best = max(placed, key=placed.__getitem__, default=0)
     return best if placed.get(best) else 0
 
@@ -125,13 +130,14 @@ def _of_other_rows(pairs: Pairs, least: int) -> NDArray[np.bool_]:
     Looked for among rows that do not follow their own, as all of an exchange must.
     """
     out = np.zeros(len(pairs.old), bool)
-    far = np.flatnonzero((pairs.cells(1) >= least) & (pairs.correlation(1) < APART[1]))[:MAX_ROWS]
+    far = np.flatnonzero((pairs.cells(1) >= least) & _apart(pairs, 1))[:MAX_ROWS]
     part = Pairs(pairs.old[far], pairs.ref[far], pairs.on[far])
     fits = np.zeros((len(far), len(far)), bool)
     for row in range(len(far)):
         old, ref = (np.broadcast_to(v[row], part.old.shape) for v in (part.old, part.ref))
         on = part.on & part.on[row]
-        fits[row] = _better(Pairs(old, ref, on), Pairs(old, part.ref, on), 1, least)
+        own = Pairs(old, ref, on)
+        fits[row] = _better(own, _apart(own, 1), Pairs(old, part.ref, on), 1, least)
     np.fill_diagonal(fits, False)
     exchanged = fits.any(0) & fits.any(1)
     if exchanged.sum() >= len(far) / 2:
@@ -164,12 +170,12 @@ def ref_in_place(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Ite
         return
     rows = _looked_at(view, gap)
     pairs = _pairs(view, rows)
-    if pairs.correlation(0) < APART[0] and (by := _shift(pairs, 0, LEAST)):
+    if (apart := _apart(pairs, 0)) and (by := _shift(pairs, apart, 0, LEAST)):
         yield _out_of_columns(ctx, _pairs(view, slice(None)), by, 0)
         return
-    if view.numpy(FIELDS[0]).shape[1] < LEAST_IN_FEW or not (pairs.correlation(1) < APART[1]).any():
+    if pairs.old.shape[1] < LEAST_IN_FEW or not (apart := _apart(pairs, 1)).any():
         return
-    if by := _shift(pairs, 1, LEAST_IN_ROW):
+    if by := _shift(pairs, apart, 1, LEAST_IN_ROW):
         yield _out_of_columns(ctx, _pairs(view, slice(None)), by, 1)
         return
     least = _least(pairs)
@@ -197,7 +203,7 @@ def _out_of_columns(ctx: Context, pairs: Pairs, by: int, axis: int) -> Finding:
     if axis == 0:  # all rows, but those that are plainly in place
         rows = (pairs.cells(1) < LEAST_IN_ROW) | (pairs.correlation(1) < TOGETHER[1])
     else:
-        rows = _better(pairs, moved, 1, LEAST_IN_ROW)
+        rows = _better(pairs, _apart(pairs, 1), moved, 1, LEAST_IN_ROW)
     on = moved.on & rows[:, None]
     before, after = Pairs(pairs.old, pairs.ref, on), Pairs(moved.old, moved.ref, on)
     return ctx.fail(
