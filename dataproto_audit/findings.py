@@ -16,6 +16,7 @@ from dataclasses import field as dc_field
 from typing import TYPE_CHECKING, Any, Literal
 
 from dataproto_audit.codes import CODES, CodedError
+from dataproto_audit.reasons import SettingUnknown
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -165,7 +166,9 @@ def _evidence(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one check did at one boundary. ``reason`` says why it could not or need not run."""
+    """What one check did at one boundary. ``reason`` says why it could not or need not run; where
+    telling or recording something would have let it, it is of a kind in :mod:`.reasons`.
+    """
 
     check: str
     code: str
@@ -235,7 +238,7 @@ class Report:
             said += " with " + ", ".join(f"{n} {s}" for s, n in self.severities().items() if n)
         head = f"{said}: {counted(counts, ok=self.ok)}"
         reasons = Counter(outcome.reason for outcome in self.not_checkable).most_common()
-        reasons.sort(key=lambda each: not each[0].startswith("setting unknown"))  # can be told
+        reasons.sort(key=lambda each: not isinstance(each[0], SettingUnknown))  # these can be told
         lacking = [f"  not checkable {many:3} x  {why}" for why, many in reasons[:MAX_REASONS]]
         if len(reasons) > MAX_REASONS:
             lacking.append(f"  and {len(reasons) - MAX_REASONS} more reasons (--json lists all)")

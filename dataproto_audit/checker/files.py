@@ -18,7 +18,7 @@ from dataproto_audit.dump.readers import Saved, is_folder, read_batches, read_fo
 from dataproto_audit.dump.readers.metric_logs import is_metric_log, read_history
 from dataproto_audit.findings import Report
 from dataproto_audit.policy import Policy
-from dataproto_audit.probes.inferred import UNTOLD_ESTIMATOR
+from dataproto_audit.reasons import SettingUnknown
 
 UNTOLD = "not recomputed, as nothing says the estimator: give it, as in --config adv_estimator=grpo"
 """Said of advantages, which could be any numbers otherwise."""
@@ -40,7 +40,7 @@ class Checked:
         """What was not judged for want of a setting that one option would give."""
         lacking = any(
             one.kind == "not_checkable" and one.check == "advantage_inferred"
-            and one.reason.startswith(UNTOLD_ESTIMATOR) for one in self.report.outcomes
+            and isinstance(one.reason, SettingUnknown) for one in self.report.outcomes
         )  # fmt: skip
         return (f"advantages: {UNTOLD}",) if lacking else ()
 

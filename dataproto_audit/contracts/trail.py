@@ -13,9 +13,12 @@ from dataproto_audit.contracts.check import Violation
 from dataproto_audit.contracts.relations import compare_expanded, compare_rows, compare_unchanged
 from dataproto_audit.contracts.rows import RowState
 from dataproto_audit.contracts.stages import Stage
+from dataproto_audit.reasons import SettingUnknown
 
 FOLLOWED = ("same", "expand", "permute")
 """Row relations that are compared; of others only the fields are checked."""
+OWN_BATCH = "a batch of its own"
+"""Reason that nothing is compared: that is how it should be."""
 CONSUMED = ("entropys",)
 """Fields that the driver turns into a metric and drops between two stages."""
 
@@ -37,7 +40,7 @@ class Crossing:
     @property
     def kind(self) -> Literal["not_checkable", "not_applicable"]:
         """The outcome that goes with the reason."""
-        return "not_applicable" if self.reason.startswith("a batch of its own") else "not_checkable"
+        return "not_applicable" if self.reason == OWN_BATCH else "not_checkable"
 
     @property
     def changed(self) -> frozenset[str]:
@@ -100,13 +103,13 @@ class Trail:
     def _entered(self, stage: type[Stage], previous: RowState | None, state: RowState) -> Crossing:
         seen = Crossing(state, previous, "unchanged", "DPA113")
         if stage.own_input:
-            return _not_compared(seen, "a batch of its own")
+            return _not_compared(seen, OWN_BATCH)
         if previous is None:
             return _not_compared(seen, "the boundary before was not seen")
         if stage.rows.relation == "expand" and state.rows != previous.rows:
             n = self.settings.n
             if n is None:
-                return _not_compared(seen, "setting unknown: n")
+                return _not_compared(seen, SettingUnknown.of("n"))
             if state.rows == previous.rows * n:
                 seen.violations = compare_expanded(previous, state, n)
                 return seen
@@ -119,13 +122,13 @@ class Trail:
     def _left(self, stage: type[Stage], previous: RowState | None, state: RowState) -> Crossing:
         seen = Crossing(state, previous, "rows", "DPA104")
         if stage.own_input:
-            return _not_compared(seen, "a batch of its own")
+            return _not_compared(seen, OWN_BATCH)
         expands = stage.rows.relation == "expand"
         base = self.origin if expands and self.origin is not None else previous
         if base is None:
             return _not_compared(seen, "the boundary before was not seen")
         if expands and self.settings.n is None:
-            return _not_compared(seen, "setting unknown: n")
+            return _not_compared(seen, SettingUnknown.of("n"))
         if stage.rows.relation not in FOLLOWED:
             return _not_compared(seen, f"rows that {stage.rows.relation} are not followed")
         sizes = {"n": self.settings.n or 1, **self.settings.factors()}

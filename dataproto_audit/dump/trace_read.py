@@ -31,7 +31,13 @@ from dataproto_audit.dump.trace_format import (
     step_of_name,
     widened,
 )
-from dataproto_audit.dump.trace_head import refuse_head, stored_field, too_large
+from dataproto_audit.dump.trace_head import (
+    refuse_head,
+    refuse_rows,
+    refuse_step,
+    stored_field,
+    too_large,
+)
 from dataproto_audit.dump.trace_json import Decoder
 from dataproto_audit.dump.trace_meta import place_of
 from dataproto_audit.findings import When
@@ -128,6 +134,9 @@ class Boundary:
         keys = self.head.get("row_keys")
         if keys is None and self.head.get("row_keys_at") in self.step:
             keys = self.step[self.head["row_keys_at"]].head.get("row_keys")
+            if keys and len(keys) != self.rows:
+                why = f"its row keys lie in {self.head['row_keys_at']!r}, which has {len(keys)}"
+                raise broken(self.step.folder / self.name, why)
         return tuple(map(str, keys or ()))
 
     def tensor(self, name: str, rows: Rows = None) -> Tensor:
@@ -326,12 +335,15 @@ def _boundary(step: Step, name: str) -> Boundary:
     path = step.folder / name / BOUNDARY
     head = check_schema(path, read_json(path))
     try:
-        if head["kind"] != KIND or head["step"] != step.number:
+        if head["kind"] != KIND:
+            raise ValueError(f"it is of the kind {str(head['kind'])[:40]!r}")
+        if head["step"] != step.number:
             raise ValueError(f"it is of step {head['step']}, in the folder of step {step.number}")
         refuse_head(head, name, step)
         fields = [stored_field(step, entry) for entry in head["fields"]]
         if len({stored.name for stored in fields}) < len(fields):
             raise ValueError("a field is there twice")
+        refuse_rows(head, fields)
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise broken(path, f"it is no boundary ({reason(error)})") from error
     return Boundary(step, name, head, {stored.name: stored for stored in fields})
@@ -350,8 +362,7 @@ def listed_steps(folder: Path) -> dict[int, tuple[Path, bool]]:
 def open_step(folder: Path, number: int, *, whole: bool) -> Step:
     """A step of a trace; one that is not whole has the boundaries that were finished."""
     if whole:
-        path = folder / STEP
-        said = check_schema(path, read_json(path))
+        said = check_schema(folder / STEP, read_json(folder / STEP))
         names = said.get("boundaries")
     else:
         said = {}
@@ -360,6 +371,11 @@ def open_step(folder: Path, number: int, *, whole: bool) -> Step:
         raise broken(folder, "it does not list its boundaries")
     if not all(map(is_boundary_name, names)):
         raise broken(folder, "a boundary has a name that is none")
+    if whole:
+        try:
+            refuse_step(said, number)
+        except ValueError as error:
+            raise broken(folder / STEP, f"it is no step ({reason(error)})") from error
     return Step(folder, number, names, said)
 
 

@@ -25,6 +25,7 @@ from dataproto_audit.probes.context import Context, filling_rows, group_codes, g
 from dataproto_audit.probes.estimates import PLUS, PLUS_BASELINE
 from dataproto_audit.probes.registry import probe, unchecked
 from dataproto_audit.probes.scan import any_of, per_row, some
+from dataproto_audit.reasons import SettingUnknown
 from dataproto_audit.reference import rules
 from dataproto_audit.reference.groups import GroupStats, rounding_bound, stats_of_codes
 
@@ -204,6 +205,12 @@ def may_leave_values(ctx: Context) -> str:
     return "" if known else f"{estimator} may leave values off the mask"
 
 
+def leaves_values(view: BatchView, ctx: Context) -> bool:
+    """True where advantages off the mask say nothing, as far as settings and the batch tell."""
+    untold = ctx.settings.adv_estimator is None
+    return bool(may_leave_values(ctx)) or (untold and any(name in view for name in LEAVING))
+
+
 @probe(
     "DPA409",
     stages=("advantage",),
@@ -235,8 +242,8 @@ def advantage_off_mask(
         behind = ~on & (np.flip(np.maximum.accumulate(np.flip(on, 1), 1), 1) == 0)
         bad, odd = bad & behind, (bad & behind).any(1)
         clean = behind.any(1) & ((advantages != 0) & on).any(1) & ~odd
-        if not 0 < odd.sum() < clean.sum() or any(name in view for name in LEAVING):
-            ctx.unknown("setting unknown: adv_estimator")
+        if not 0 < odd.sum() < clean.sum() or leaves_values(view, ctx):
+            ctx.unknown(SettingUnknown.of("adv_estimator"))
         told = {"rows that are 0 there": int(clean.sum())}
     yield ctx.fail(
         "advantages",

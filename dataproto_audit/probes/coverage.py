@@ -15,7 +15,7 @@ import numpy as np
 
 from dataproto_audit.batch import BatchView, Block
 from dataproto_audit.findings import Finding
-from dataproto_audit.probes.advantages import LEAVING, may_leave_values
+from dataproto_audit.probes.advantages import leaves_values
 from dataproto_audit.probes.context import Context, filling_rows
 from dataproto_audit.probes.estimates import WHITENED
 from dataproto_audit.probes.masks import RESPONSE_END, readable
@@ -110,10 +110,7 @@ def _has_advantages(view: BatchView, ctx: Context, cells: Any) -> bool:
     advantages = batch.tensors.get("advantages")
     if advantages is None or advantages.shape != cells.shape:
         return False
-    unknown = ctx.settings.adv_estimator is None
-    if may_leave_values(ctx) or (unknown and any(name in batch for name in LEAVING)):
-        return False
-    return bool((batch.numpy("advantages")[cells] != 0).any())
+    return not leaves_values(batch, ctx) and bool((batch.numpy("advantages")[cells] != 0).any())
 
 
 def _stopped(view: BatchView, ctx: Context, block: Block) -> Any:

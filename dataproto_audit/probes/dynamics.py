@@ -24,6 +24,7 @@ from dataproto_audit.probes.logprobs import noise_of
 from dataproto_audit.probes.noise import noise_between
 from dataproto_audit.probes.registry import AT_END, probe
 from dataproto_audit.probes.scan import masked_range, sum_of
+from dataproto_audit.reasons import NotRecorded
 
 WEIGHTS = "audit/weights_hash"
 """One number for the trainer's weights of a step."""
@@ -75,7 +76,7 @@ def not_recorded(ctx: Context, metric: str) -> NoReturn:
     told = ctx.evidence.get("metrics") or {}
     if ctx.step == 0 and not any(str(name).startswith(LEARNING) for name in told):
         ctx.skip("step 0 updates nothing")
-    ctx.unknown(f"not recorded: metrics{metric}")
+    ctx.unknown(NotRecorded.of(f"metrics{metric}"))
 
 
 def _metrics(ctx: Context) -> Mapping[str, Any]:

@@ -24,6 +24,7 @@ from dataproto_audit.probes.context import Context, NotChecked
 from dataproto_audit.probes.estimates import GAE, PLUS, PLUS_BASELINE, REMAX, Estimate
 from dataproto_audit.probes.registry import probe
 from dataproto_audit.probes.return_causes import Explained, explain_advantages
+from dataproto_audit.reasons import SettingUnknown
 from dataproto_audit.reference.groups import GroupStats, rounding_bound
 from dataproto_audit.reference.rules import GROUP_RULES, GroupRule
 
@@ -31,7 +32,6 @@ MOST = 0.8
 """Share of the telling rows that a rule must explain to be the one that was used."""
 LEAST = 8
 """Telling rows, of groups whose scores differ, below which a rule may fit by chance."""
-UNTOLD_ESTIMATOR = "setting unknown: adv_estimator"
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def advantage_inferred(
         tried = "no rule in use explains the advantages"
         if groups is None:
             tried = "groups that are cut, or without uid, tell no rule"
-        ctx.unknown(f"{UNTOLD_ESTIMATOR}; {tried}")
+        ctx.unknown(SettingUnknown.of("adv_estimator", then=tried))
     yield _by_walk(ctx, *walks[0])
 
 
@@ -150,7 +150,8 @@ def _by_walk(ctx: Context, made: Estimate, wrong: Any) -> Finding:
     few = wrong.any(1).sum() <= (1 - MOST) * made.on.any(1).sum()
     if told.causes[0] == "wrong_whitening" if told.evidence else not few:
         # Some rows of a larger batch, or a rule of one's own for this step.
-        ctx.unknown(f"{UNTOLD_ESTIMATOR}; advantages may be whitened otherwise")
+        then = "advantages may be whitened otherwise"
+        ctx.unknown(SettingUnknown.of("adv_estimator", then=then))
     inferred = {
         "estimator, inferred from the returns": made.name,
         "gamma": made.gamma,

@@ -42,6 +42,7 @@ from dataproto_audit.probes.loss_terms import (
 )
 from dataproto_audit.probes.registry import probe
 from dataproto_audit.probes.scan import per_row
+from dataproto_audit.reasons import NotRecorded, SettingUnknown
 from dataproto_audit.reference.losses import (
     AGGREGATION_MODES,
     TOKEN_MEAN,
@@ -103,7 +104,7 @@ def _terms(
             parts=parts_of(ctx.evidence.get("ranks") or (), rows, number),
         )  # fmt: skip
     except Undecided as error:
-        ctx.unknown(str(error))
+        ctx.unknown(error.reason)
 
 
 def _field(view: BatchView, name: str) -> torch.Tensor:
@@ -140,7 +141,7 @@ def loss_recomputed(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> 
     kl = ("kl_loss_coef", "kl_loss_type") if s.use_kl_loss else ()
     open_ = [name for name in ("entropy_coeff", *kl) if getattr(s, name) is None]
     if open_:
-        ctx.unknown(f"setting unknown: {', '.join(open_)}")
+        ctx.unknown(SettingUnknown.of(*open_))
     for name, used in (
         ("ref_log_prob", s.use_kl_loss),
         ("update_entropys", s.entropy_coeff),
@@ -228,7 +229,7 @@ def loss_normaliser(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> 
     for number, reported, rows in _mini_batches(view, ctx):
         got = reported.get("normaliser")
         if got is None:
-            ctx.unknown("not recorded: losses.normaliser")
+            ctx.unknown(NotRecorded.of("losses.normaliser"))
         want = _count(view.numpy("response_mask")[rows] != 0, mode)
         if want and got != want:
             wrong.append((number, want, float(got)))
@@ -267,12 +268,12 @@ def logged_kl(view: BatchView, stats: Mapping[str, Any], ctx: Context) -> Iterab
     """
     value = ctx.evidence["metrics"].get("actor/kl_loss")
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or value != value:
-        ctx.unknown("not recorded: metrics.actor/kl_loss")
+        ctx.unknown(NotRecorded.of("metrics.actor/kl_loss"))
     told = [loss for loss in ctx.given("losses") or () if loss.get("kl_loss") is not None]
     terms = [float(loss["kl_loss"]) for loss in told if not no_number(loss, "kl_loss")]
     kind = (ctx.settings.kl_loss_type or "").removesuffix("+")
     if not terms and kind not in NEVER_NEGATIVE:
-        ctx.unknown("not recorded: losses.kl_loss")
+        ctx.unknown(NotRecorded.of("losses.kl_loss"))
     low, high = (min(terms), max(terms)) if terms else (0.0, float("inf"))
     slack = ABSOLUTE + 1e-3 * max(map(abs, terms), default=0.0)
     if not low - slack <= float(value) <= high + slack:

@@ -19,6 +19,7 @@ from torch import Tensor
 from dataproto_audit.batch import BatchView
 from dataproto_audit.probes.context import Settings
 from dataproto_audit.probes.registry import unchecked
+from dataproto_audit.reasons import NotRecorded
 from dataproto_audit.reference.losses import LOSS_MODES, TOKEN_MEAN, LossTerms, policy_loss
 
 TERMS = ("pg_loss", "kl_loss", "entropy_loss", "total")
@@ -32,7 +33,11 @@ Parts = tuple[tuple[NDArray[np.int64], ...], ...]
 
 
 class Undecided(ValueError):
-    """The record does not say what the loss was computed from; the message says what to record."""
+    """The record does not say what the loss was computed from; ``reason`` says what to record."""
+
+    def __init__(self, lacking: str) -> None:
+        self.reason = NotRecorded.of(lacking)
+        super().__init__(self.reason)
 
 
 def arguments_of(
@@ -157,7 +162,7 @@ def terms_of(
         return whole
     held = [micro for rank in parts for micro in rank]
     if not held or sorted(np.concatenate(held).tolist()) != list(range(len(rows))):
-        raise Undecided("not recorded: micro-batches that make up each mini-batch")
+        raise Undecided("micro-batches that make up each mini-batch")
     total: dict[str, Any] = dict.fromkeys(TERMS, 0.0)
     for rank in parts:
         own = sum(len(micro) for micro in rank)

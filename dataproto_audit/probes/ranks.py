@@ -16,6 +16,7 @@ from dataproto_audit.batch import BatchView
 from dataproto_audit.findings import Finding
 from dataproto_audit.probes.context import Context
 from dataproto_audit.probes.registry import probe
+from dataproto_audit.reasons import NotRecorded
 
 NUMBERS = (int, np.integer)
 STAGES = ("old_log_prob", "ref_log_prob", "values", "update_critic", "update_actor")
@@ -31,7 +32,7 @@ def _noted(ctx: Context, *counts: str, lists: tuple[str, ...] = ()) -> list[Mapp
             value = rank.get(name)
             fits = isinstance(value, (list, tuple) if name in lists else NUMBERS)
             if not fits:
-                ctx.unknown(f"not recorded: {name} of ranks[{number}]")
+                ctx.unknown(NotRecorded.of(f"{name} of ranks[{number}]"))
     return ranks
 
 
@@ -95,7 +96,7 @@ def micro_batch_partition(
                 causes=("lost_micro_batch",),
             )
     if not seen:
-        ctx.unknown("not recorded: indices of micro-batches")
+        ctx.unknown(NotRecorded.of("indices of micro-batches"))
 
 
 @probe("DPA704", stages=STAGES, needs=("evidence.ranks",))

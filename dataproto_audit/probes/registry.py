@@ -20,6 +20,7 @@ from dataproto_audit.codes import CODES
 from dataproto_audit.findings import Finding, Severity
 from dataproto_audit.probes.context import Context
 from dataproto_audit.probes.scan import Stat
+from dataproto_audit.reasons import NotRecorded, SettingUnknown
 
 AT_END = "end of step"
 """Home of probes that look at the metrics of a whole step and at earlier steps, at no batch."""
@@ -81,9 +82,9 @@ class Probe:
         """Which settings, evidence or history are missing; '' for none."""
         for source, name in self._beside:
             if source == "settings" and getattr(ctx.settings, name) is None:
-                return f"setting unknown: {name}"
+                return SettingUnknown.of(name)
             if source == "evidence" and _nothing(ctx.given(name)):
-                return f"not recorded: {name}"
+                return NotRecorded.of(name)
             if source == "history" and not ctx.history.get(name):
                 return f"no earlier steps of {name}"
         return ""

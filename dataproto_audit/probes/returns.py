@@ -28,6 +28,7 @@ from dataproto_audit.probes.estimates import (
 )
 from dataproto_audit.probes.registry import probe
 from dataproto_audit.probes.return_causes import Explained, explain_advantages, explain_returns
+from dataproto_audit.reasons import SettingUnknown
 from dataproto_audit.reference.recursions import discounted
 
 
@@ -58,7 +59,8 @@ def returns_recomputed(
             names = ["gamma"] * (made.gamma is None) + ["lam"] * (made.lam is None)
             if made.name == PLUS:
                 names = ["gamma"]
-            ctx.unknown(f"setting unknown: {', '.join(names)}; no usual value explains the returns")
+            then = "no usual value explains the returns"
+            ctx.unknown(SettingUnknown.of(*names, then=then))
         severity = "warn"
     wrong_returns = None
     if made.returns is not None and made.name != PLUS_BASELINE:

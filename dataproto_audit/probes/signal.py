@@ -16,6 +16,7 @@ from dataproto_audit.probes.context import Context, group_codes
 from dataproto_audit.probes.registry import probe, unchecked
 from dataproto_audit.probes.rewards import SCORE_SUM
 from dataproto_audit.probes.scan import per_row, some
+from dataproto_audit.reasons import SettingUnknown
 
 NOTHING_LEFT = ("grpo_passk", "opo")
 """Estimators that may leave no advantage where the rewards of a group differ."""
@@ -79,7 +80,8 @@ def advantages_alive(view: BatchView, stats: Mapping[str, Any], ctx: Context) ->
         for name in NOTHING_LEFT if estimator is None else {estimator} & {*NOTHING_LEFT}:
             if not _left(view, ctx, name, mask).any():
                 if estimator is None:
-                    ctx.unknown(f"setting unknown: adv_estimator; {name} leaves nothing here")
+                    then = f"{name} leaves nothing here"
+                    ctx.unknown(SettingUnknown.of("adv_estimator", then=then))
                 return
         yield ctx.fail(
             "advantages",

@@ -32,6 +32,7 @@ from dataproto_audit.probes.value_terms import (
     terms_of,
     unreadable,
 )
+from dataproto_audit.reasons import NotRecorded
 from dataproto_audit.reference.losses import AGGREGATION_MODES
 
 UPDATE = ("update_values", "value_mini_batch", "values", "response_mask")
@@ -150,7 +151,7 @@ def _mini_batches(
         if not len(rows):
             continue
         lacking = [name for name in REPORTED if told.get(name) is None]
-        reason = f"not recorded: losses.{', losses.'.join(lacking)}" if lacking else ""
+        reason = NotRecorded.of(*(f"losses.{name}" for name in lacking)) if lacking else ""
         if why := reason or no_number(told, "vf_loss", "normaliser") or unreadable(told):
             ctx.unknown(why)
         seen = True

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from dataproto_audit.probes.loss_terms import no_number
+from dataproto_audit.reasons import NotRecorded
 from dataproto_audit.reference.losses import AGGREGATION_MODES, count_normaliser
 from dataproto_audit.reference.values import value_loss
 
@@ -38,7 +39,7 @@ def unreadable(told: Mapping[str, Any]) -> str:
     """Why the loss of an entry of ``losses`` is not computed as it tells; empty where it is."""
     lacking = [name for name in HOW if told.get(name) is None]
     if lacking:
-        return f"not recorded: losses.{', losses.'.join(lacking)}"
+        return NotRecorded.of(*(f"losses.{name}" for name in lacking))
     clip, mode = (told[name] for name in HOW)
     if not isinstance(mode, str) or mode not in AGGREGATION_MODES:
         return f"unknown aggregation {mode}"

@@ -17,6 +17,7 @@ from dataproto_audit.probes.context import Context
 from dataproto_audit.probes.masks import AT, readable
 from dataproto_audit.probes.registry import probe
 from dataproto_audit.probes.scan import ATTENDED, Stat
+from dataproto_audit.reasons import SettingUnknown
 
 
 def _range(block: Block) -> tuple[int, int]:
@@ -50,7 +51,7 @@ def ids_in_vocabulary(view: BatchView, stats: Mapping[str, Any], ctx: Context) -
             )
             return
     if size is None:
-        ctx.unknown("setting unknown: vocab_size")
+        ctx.unknown(SettingUnknown.of("vocab_size"))
 
 
 def _inside(view: BatchView, stops: Sequence[int]) -> tuple[Any, Any]:

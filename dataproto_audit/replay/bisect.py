@@ -24,6 +24,7 @@ from dataproto_audit.dump.trace import Trace
 from dataproto_audit.findings import plain
 from dataproto_audit.policy import Policy
 from dataproto_audit.probes import PROBES, Settings
+from dataproto_audit.reasons import NotRecorded
 from dataproto_audit.replay.chosen import chosen_step
 from dataproto_audit.replay.compared import Compared
 from dataproto_audit.replay.origins import unread
@@ -219,15 +220,15 @@ def _meeting(step: Replayed, stage: str, predicate: Callable[[Any], Any]) -> dic
             "DPA820", f"the batch that entered {stage} was not recorded.", "Record whole steps."
         )
     boundary = entered.boundary
+    everyone = range(entered.view.rows)
 
     def fails(rows: Sequence[int]) -> bool:
         part = boundary.view(rows=list(rows))
         told = {
             "batch": part.tensors, "non_tensor_batch": part.arrays, "meta_info": dict(part.meta),
         }  # fmt: skip
-        return asked(predicate, told, whole=len(rows) == boundary.rows)
+        return asked(predicate, told, whole=len(rows) == len(everyone))
 
-    everyone = range(boundary.rows)
     if not fails(everyone):
         return {"rows": [], "calls": 1, "says": "the whole batch does not fail"}
     rows, calls = culprits(everyone, fails)
@@ -337,7 +338,7 @@ def _missing(step: Replayed, compared: Sequence[Compared], blame: Blame) -> list
         out.append("the step was cut off while it was written: only its finished boundaries count")
     lost = sorted({
         outcome.reason for one in step.seen for outcome in one.report.outcomes
-        if outcome.kind == "not_checkable" and outcome.reason.startswith("not recorded")
+        if outcome.kind == "not_checkable" and isinstance(outcome.reason, NotRecorded)
     })  # fmt: skip
     out += lost + _either(step, compared, blame)
     return list(dict.fromkeys(out))

@@ -56,6 +56,14 @@ def test_what_was_recorded_opens(recorded):
         lambda h: h.update(stage="../reward"),
         lambda h: h.update(when="later"),
         lambda h: h.update(part="left"),
+        lambda h: h.update(kind="step"),
+        lambda h: h.update(rows=3),
+        lambda h: h.update(rows=10**9),
+        lambda h: h.update(prompt=-3),
+        lambda h: h.update(prompt="x"),
+        lambda h: h.update(response=[1]),
+        lambda h: h.update(row_keys=["a"]),
+        lambda h: h.update(rows=3, row_keys=["a", "b", "c"], row_keys_at=None),
     ],
 )
 def test_every_name_size_and_reference_is_checked(recorded, change):
@@ -70,3 +78,32 @@ def test_a_stage_of_a_users_own_is_read(tmp_path):
     batch = {"batch": {"values": torch.rand(4, 6)}, "non_tensor_batch": {}, "meta_info": {}}
     write_step(tmp_path / "t", 1, [("my/own stage", batch, {"part": "2"})], settings={})
     assert [b.stage for b in Trace(tmp_path / "t").step(1).boundaries] == ["my/own stage"]
+
+
+@pytest.mark.parametrize("claim", [{"step": 7}, {"step": "1"}, {"ended": 5}, {"ended": "well"}])
+def test_what_a_whole_step_says_of_itself_is_checked(recorded, claim):
+    path = recorded / "step_000001" / "step.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | claim))
+    with pytest.raises(UsageError, match=r"DPA820.*it is no step"):
+        opened(recorded)
+
+
+def test_row_keys_at_another_boundary_are_as_many_as_rows(recorded):
+    edited(recorded, lambda h: h.update(rows=3, row_keys=["a", "b", "c"]), name="00_rollout")
+    path = recorded / "step_000001" / "00_rollout" / "boundary.json"
+    head = json.loads(path.read_text())
+    head["fields"][-1]["shape"] = [3, 2]
+    path.write_text(json.dumps(head))
+    with pytest.raises(UsageError, match=r"DPA820.*its row keys lie in '00_rollout', which has 3"):
+        _ = Trace(recorded).step(1)["01_reward"].row_keys
+
+
+def test_rows_of_fields_that_cannot_be_kept_are_believed(tmp_path):
+    """Most fields are of a kind that no trace keeps, and of another number of rows."""
+    odd = torch.ones(5, 2, dtype=torch.complex64)
+    batch = {"batch": {"a": odd, "b": odd, "values": torch.rand(4, 6)},
+             "non_tensor_batch": {}, "meta_info": {}}  # fmt: skip
+    write_step(tmp_path / "t", 1, [("rollout", batch, {})], settings={})
+    [boundary] = Trace(tmp_path / "t").step(1).boundaries
+    assert boundary.rows == 5
+    assert list(boundary.fields) == ["values"]

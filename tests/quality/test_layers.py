@@ -13,8 +13,8 @@ PACKAGE = "dataproto_audit"
 
 # Lowest first. Inside DATA and ENTRY modules may import each other; elsewhere only within one name.
 DATA = (
-    "catalogue", "codes", "findings", "_protocol", "protocol", "batch", "forms", "storage",
-    "fingerprint", "narrow", "fast", "policy", "atomic", "progress",
+    "catalogue", "codes", "findings", "reasons", "_protocol", "protocol", "batch", "forms",
+    "storage", "fingerprint", "narrow", "fast", "policy", "atomic", "progress",
 )  # fmt: skip
 ENTRY = ("cli", "commands", "pytest_plugin", "verl_plugin", "__main__", "__init__")
 LAYERS: tuple[tuple[str, ...], ...] = (
