@@ -57,8 +57,10 @@ ENTRIES: tuple[Entry, ...] = (
      "The return in front of a gap of the mask is exactly 0 while the one behind it is not.",
      ("returns_reset_at_gap",), "Carry the running return over masked tokens."),
     ("DPA417", "the KL penalty in the rewards is not what it should be",
-     "Rewards are scores less a positive number times the KL to the reference, on trained tokens.",
-     ("wrong_kl_estimator", "wrong_sign", "field_forgotten", "mask_on_tool", "mask_on_padding"),
+     "Rewards are scores less a positive number times the KL to the reference, on trained tokens; "
+     "without KL in the rewards they are the scores.",
+     ("wrong_kl_estimator", "wrong_sign", "field_forgotten", "mask_on_tool", "mask_on_padding",
+      "row_permutation", "field_overwritten", "reward_lost"),
      "rewards = scores - beta * kl(old, ref) * response_mask."),
     ("DPA418", "importance weights are not the ratio of old to rollout probabilities",
      "A weight is exp(old - rollout) of the token, or of its row, cut where configured.",

@@ -74,7 +74,32 @@ def one_token(b: Boundary) -> Truth:
     return at(FIELD, (row, 2))
 
 
+def rows_rolled(b: Boundary) -> Truth:
+    scores = b.batch.batch["token_level_scores"]
+    b.batch.batch[FIELD] = scores.roll(1, 0)
+    return where(FIELD, b.batch.batch[FIELD] != scores)
+
+
+def shaped(b: Boundary) -> Truth:
+    scores = b.batch.batch["token_level_scores"]
+    b.batch.batch[FIELD] = scores - 0.25 * trained(b)
+    return where(FIELD, trained(b))
+
+
+def rewards_lost(b: Boundary) -> Truth:
+    scores = b.batch.batch["token_level_scores"]
+    b.batch.batch[FIELD] = torch.zeros_like(scores)
+    return where(FIELD, scores != 0)
+
+
+SAME = "rewards_are_scores"
 CASES = [
+    Case(SAME, "DPA417", "advantage", rows_rolled, "row_permutation", "no KL is taken off",
+         also=("DPA408",)),
+    Case(SAME, "DPA417", "advantage", rewards_lost, "reward_lost", "no KL is taken off",
+         also=("DPA408",)),
+    Case(SAME, "DPA417", "advantage", shaped, "field_overwritten", "no KL is taken off",
+         severity="warn", also=("DPA408",)),
     Case(PROBE, "DPA417", AFTER, forgotten, "field_forgotten", "the scores themselves",
          options=FAR),
     Case(PROBE, "DPA417", AFTER, other_sign, "wrong_kl_estimator",
@@ -141,6 +166,61 @@ def test_without_a_penalty_there_is_no_verdict(
 ) -> None:
     outcome = audit(FAR, until=AFTER, settings=settings).outcome(PROBE, AFTER)
     assert (outcome.kind, outcome.reason) == (kind, reason)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "reason"),
+    [
+        ({"use_kl_in_reward": True}, "not_applicable", "KL in the reward"),
+        ({"use_kl_in_reward": None}, "not_checkable", "setting unknown: use_kl_in_reward"),
+        ({}, "passed", ""),
+    ],
+)
+def test_rewards_are_scores_only_where_that_is_told(
+    settings: dict[str, Any], kind: str, reason: str
+) -> None:
+    outcome = audit(until="advantage", settings=settings).outcome(SAME, "advantage")
+    assert (outcome.kind, outcome.reason) == (kind, reason)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_k3_far_from_the_reference_is_steep(sign: float) -> None:
+    """Its slope is exp(-distance): the rounding of a log-prob shows a hundred times larger."""
+    fields = finished(1.5, 32, 16, 5)
+    old, ref = fields["old_log_probs"], fields["ref_log_prob"]
+    kl = kl_estimate(old.float(), ref.float(), "k3").float()
+    fields[FIELD] = (fields["token_level_scores"] - sign * 0.05 * kl).float()
+    report = check({"batch": fields}, config={"use_kl_in_reward": True})
+    told = [outcome.kind for outcome in report.outcomes if outcome.check == PROBE]
+    assert told[-1:] == (["passed"] if sign > 0 else told[-1:])
+    found = [f for f in report.findings if f.code == "DPA417"]
+    assert [f.causes for f in found] == ([] if sign > 0 else [("wrong_kl_estimator", "wrong_sign")])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_scores_in_another_kind_of_number_are_still_the_scores(dtype: torch.dtype) -> None:
+    def cast(b: Boundary) -> Truth:
+        tensors = b.batch.batch
+        tensors["token_level_scores"] = tensors["token_level_scores"] * 0.7
+        tensors[FIELD] = tensors["token_level_scores"].to(dtype)
+        return Truth("")
+
+    ran = audit(change={"advantage": cast}, until="advantage")
+    assert ran.outcome(SAME, "advantage").kind == "passed"
+
+
+def test_the_penalty_of_another_row_is_told() -> None:
+    def of_other_rows(b: Boundary) -> Truth:
+        tensors = b.batch.batch
+        penalty = BETA * distance(b).roll(1, 0) * trained(b)
+        tensors[FIELD] = (tensors["token_level_scores"] - penalty).float()
+        return Truth(FIELD)
+
+    ran = audit(replace(FAR, one_token=0), {AFTER: of_other_rows}, until=AFTER)
+    [finding] = ran.findings(PROBE, AFTER)
+    assert finding.causes[0] == "row_permutation"
+    assert finding.evidence["beta"] == pytest.approx(BETA, rel=1e-2)
+    assert len(finding.rows) == ran.auditor.settings.n * FAR.prompts
 
 
 def test_a_penalty_of_ones_own_is_not_judged() -> None:
