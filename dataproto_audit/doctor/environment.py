@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Callable, Mapping
 from importlib import metadata, util
 from typing import Any
@@ -20,6 +21,8 @@ ENGINES = {
     "compiled scans": (("numba",), "fast"),
 }
 """What each part of the package needs, and the extra that brings it."""
+LOADS = (0, 9)
+"""The first release of verl that is known to look for entry points."""
 PLUGIN, GROUP = "dataproto_audit.verl_plugin", "verl.plugins"
 Find = Callable[[str], str | None]
 
@@ -71,7 +74,7 @@ def _attach(verl: str | None, environ: Mapping[str, str]) -> dict[str, Any]:
     except UsageError as error:
         wrong = str(error)
     entry = any(point.value == PLUGIN for point in metadata.entry_points(group=GROUP))
-    loads = verl is not None and not verl.startswith("0.7.")  # 0.7 looks for no entry points
+    loads = verl is not None and _release(verl) >= LOADS
     asked = named or (entry and loads and bool(said))
     return {
         "VERL_USE_EXTERNAL_MODULES": named,
@@ -89,6 +92,12 @@ def _attach(verl: str | None, environ: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
+def _release(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version, as far as they are there."""
+    found = re.match(r"(\d+)(?:\.(\d+))?", version)
+    return tuple(int(number) for number in found.groups(default="0")) if found else ()
+
+
 def _remedy(verl: str | None, *, named: bool, entry: bool, said: bool | None, level: str) -> str:
     """How the audit is attached here by environment; '' where it is, or where no verl is."""
     if verl is None:
@@ -100,7 +109,8 @@ def _remedy(verl: str | None, *, named: bool, entry: bool, said: bool | None, le
     if named or (entry and said):
         return ""
     ways = [f"VERL_USE_EXTERNAL_MODULES={PLUGIN}", *(["DATAPROTO_AUDIT=1"] if entry else [])]
-    alone = "" if entry or said is None else f" (verl {verl} does not look for the entry point)"
+    unloaded = "does not look" if verl in VERSIONS else "is not known to look"
+    alone = "" if entry or said is None else f" (verl {verl} {unloaded} for the entry point)"
     return f"To attach it, set {' or '.join(ways)}{alone}."
 
 

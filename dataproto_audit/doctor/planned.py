@@ -217,8 +217,11 @@ def _read(path: Path) -> DictConfig:
     if all(line.strip() in ("", "---") or line.lstrip().startswith("#") for line in
            text.splitlines()):  # fmt: skip
         raise _empty(path)
-    if not isinstance(read, DictConfig) or not all(isinstance(key, str) for key in read):
+    if not isinstance(read, DictConfig):
         raise UsageError("DPA851", f"{path}: not a mapping.", "Write key: value pairs.")
+    other = [key for key in read if not isinstance(key, str)]
+    if other:
+        raise UsageError("DPA851", f"{path}: the key {other[0]} is no text.", "Correct the file.")
     if len(read) == 1 and next(iter(read.values()), None) is None:  # "any text" is {text: None}
         raise UsageError("DPA851", f"{path}: not a mapping.", "Write key: value pairs.")
     return read

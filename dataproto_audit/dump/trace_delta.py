@@ -2,11 +2,10 @@
 
 A field whose row fingerprints, kind and shape are those of the boundary before is stored by
 reference; one whose rows only moved, as an index. Everything else is copied to the host at once,
-because its memory may be overwritten before it is written; of evidence and meta entries the plain
-containers are copied, and the tensors of evidence. A meta entry of plain values that is what it was
-stays the very copy of the boundary before, to which the writer then refers. Objects of non-tensor
-fields and tensors of meta entries are kept as references: one that is changed from within later is
-recorded as it is then.
+because its memory may be overwritten before it is written; so are evidence and meta entries. A meta
+entry that is what it was stays the very copy of the boundary before, to which the writer then
+refers. Objects of non-tensor fields are kept as references: one that is changed from within later
+is recorded as it is then.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dataproto_audit.batch import BatchView
-from dataproto_audit.dump.trace_copy import copied, unchanged
+from dataproto_audit.dump.trace_copy import Copies, copied
 from dataproto_audit.dump.trace_format import STORABLE, Stored, boundary_name, dtype_name
 from dataproto_audit.dump.trace_json import is_storable
+from dataproto_audit.dump.trace_meta import LIMIT
 from dataproto_audit.findings import Report, When
 from dataproto_audit.fingerprint import KEY_FIELDS, Hashes, row_keys
 from dataproto_audit.storage import flat_parts, host_copy
 
 _LENGTH = np.uint64(0x9E3779B97F4A7C15)
 _PLAIN = frozenset({str, int, bool, float})
-_NEVER = object()
 Later = Callable[[], Sequence[str]]
 """What gives the row keys when they are written."""
 RowKeys = Sequence[str] | Callable[[], Sequence[str] | Later] | None
@@ -103,7 +102,7 @@ class StepDelta:
         self._alive: Any = None  # so that addresses of uids stay theirs
         self._keys_at = ""
         self._prompts: list[Any] = []
-        self._meta: dict[str, Any] = {}
+        self._meta = Copies(LIMIT)
         self._number = number
 
     def take(
@@ -123,7 +122,7 @@ class StepDelta:
         order, keys = self._rows(view, name, row_keys)
         made = Snapshot(
             name, stage, when, part, (view.rows, view.prompt, view.response), [], {}, {}, None,
-            keys, self._keys_at, self._meta_of(view),
+            keys, self._keys_at, self._meta(view.meta),
             copied(dict(evidence or {})), report or Report(), (),
         )  # fmt: skip
         opaque = []
@@ -160,15 +159,6 @@ class StepDelta:
     def number(self) -> int:
         """Number of the next boundary."""
         return self._number
-
-    def _meta_of(self, view: BatchView) -> dict[str, Any]:
-        """Copies of the meta entries; of one that did not change, the copy that there is."""
-        now = {}
-        for name, value in view.meta.items():
-            known = self._meta.get(name, _NEVER)
-            now[name] = known if unchanged(known, value) else copied(value, numbers=False)
-        self._meta = {**self._meta, **now}
-        return now
 
     # -- rows --------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +29,8 @@ LIMIT = 1 << 26
 SMALL = 64
 """Letters of an entry that is rather repeated than referred to."""
 KIND = "at"
-_CONTAINERS = (dict, list, tuple)
+_COPIED = (dict, list, tuple, np.ndarray, Tensor)
+"""Kinds of entries of which the writer gets copies, that nobody writes to."""
 _SAID: set[str] = set()
 
 
@@ -61,9 +63,9 @@ class MetaWriter:
     def __call__(self, here: str, meta: Mapping[str, Any]) -> Entries:
         """The entries at boundary ``here``.
 
-        A plain container that is the very object of the boundary before is taken for unchanged:
-        the copies are made so (:func:`~dataproto_audit.dump.trace_copy.unchanged`). Of everything
-        else what would be written is compared, tensors included.
+        A container, array or tensor that is the very object of the boundary before is taken for
+        unchanged: the copies are made so (:class:`~dataproto_audit.dump.trace_copy.Copies`). Of
+        everything else what would be written is compared, tensors included.
         """
         made = Entries({}, {}, set())
         if any(type(name) is not str for name in meta) or "$" in meta:  # no place for a reference
@@ -84,7 +86,7 @@ class MetaWriter:
 
     def _entry(self, here: str, name: str, value: Any, made: Entries) -> Any:
         known = self._known.get(name)
-        if known is not None and known.value is value and type(value) in _CONTAINERS:
+        if known is not None and known.value is value and type(value) in _COPIED:
             made.opaque |= known.opaque
             return known.again
         encode = Encoder(prefix=f"#meta.{name}.", limit=LIMIT)

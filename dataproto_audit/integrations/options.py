@@ -111,7 +111,7 @@ def _with(base: Options, given: Mapping[str, Any], place: Any) -> Options:
     changed = {}
     for name, value in given.items():
         if name not in KNOWN:
-            near = get_close_matches(name, KNOWN, 1)
+            near = get_close_matches(str(name), KNOWN, 1)  # a YAML key may be a number
             hint = f"Did you mean {near[0]}? " if near else ""
             raise UsageError(
                 "DPA850", f"{place(name)}: no such setting.", f"{hint}There are {', '.join(KNOWN)}."

@@ -13,9 +13,10 @@ import inspect
 import logging
 import sys
 from asyncio import get_running_loop
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 log = logging.getLogger("dataproto_audit")
@@ -48,7 +49,7 @@ class Around(Protocol):
 
 @dataclass
 class _Gate:
-    """``around`` until its patch is undone."""
+    """``around`` until its patch is undone, be that within the call itself."""
 
     around: Around
     undone: bool = False
@@ -60,10 +61,11 @@ class _Gate:
         self.around.before(args, kwargs)
 
     def after(self, args: Args, kwargs: Kwargs, result: Any) -> Any:
-        return self.around.after(args, kwargs, result)
+        return result if self.undone else self.around.after(args, kwargs, result)
 
     def raised(self, args: Args, kwargs: Kwargs, error: BaseException) -> None:
-        self.around.raised(args, kwargs, error)
+        if not self.undone:
+            self.around.raised(args, kwargs, error)
 
 
 @dataclass
@@ -129,8 +131,8 @@ class Patches:
 def wrapped(
     original: Callable[..., Any], around: Around, *, may_be_awaited: bool = False
 ) -> Callable[..., Any]:
-    """``original`` with ``around``. Functions that return a coroutine to a caller which awaits
-    and a value to one which does not are told apart by their caller, as they do themselves."""
+    """``original`` with ``around``. With ``may_be_awaited`` it may return a coroutine to a caller
+    that is one and a value to another; it sees who calls, and what it returns decides."""
     if inspect.iscoroutinefunction(original):
 
         @functools.wraps(original)
@@ -141,16 +143,38 @@ def wrapped(
 
     @functools.wraps(original)
     def plain(*args: Any, **kwargs: Any) -> Any:
-        if may_be_awaited and _caller_awaits():
-            return _awaiting(original, around, args, kwargs)
+        awaits = may_be_awaited and _caller_awaits()
+        call = partial(_from_coroutine, original) if awaits else original
         if not around.on():
-            return original(*args, **kwargs)
+            return call(*args, **kwargs)
         around.before(args, kwargs)
         with _told(around, args, kwargs):
-            result = original(*args, **kwargs)
+            result = call(*args, **kwargs)
+        if awaits and inspect.iscoroutine(result):
+            return _awaited(result, around, args, kwargs)
         return around.after(args, kwargs, result)
 
     return plain
+
+
+def _from_coroutine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What ``original`` returns where a coroutine calls it."""
+
+    async def calls() -> Any:
+        return original(*args, **kwargs)
+
+    try:
+        calls().send(None)
+    except StopIteration as done:
+        return done.value
+
+
+async def _awaited(
+    coroutine: Coroutine[Any, Any, Any], around: Around, args: Args, kwargs: Kwargs
+) -> Any:
+    with _told(around, args, kwargs):
+        result = await coroutine
+    return around.after(args, kwargs, result)
 
 
 async def _awaiting(
@@ -159,9 +183,7 @@ async def _awaiting(
     if not around.on():
         return await original(*args, **kwargs)
     around.before(args, kwargs)
-    with _told(around, args, kwargs):
-        result = await original(*args, **kwargs)
-    return around.after(args, kwargs, result)
+    return await _awaited(original(*args, **kwargs), around, args, kwargs)
 
 
 @contextmanager

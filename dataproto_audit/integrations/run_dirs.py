@@ -8,12 +8,14 @@ their folder. Nothing is ever continued or overwritten here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from dataproto_audit.atomic import storage_error
 from dataproto_audit.codes import RunError, UsageError
-from dataproto_audit.dump.run_folder import RunFolder
+from dataproto_audit.dump.run_folder import RunFolder, run_files
+from dataproto_audit.dump.trace import TRACE_DIR
 
 MOST = 1000
 """Folders that are tried."""
@@ -26,11 +28,11 @@ def fresh_folder(path: Path, *, config: Mapping[str, Any]) -> tuple[RunFolder, s
     Raises ``RunError`` DPA802 where the disk refuses, and ``UsageError`` DPA801 where all of
     ``MOST`` folders are taken.
     """
-    if "\0" in str(path):
-        raise RunError("DPA802", f"{str(path)!r} is no name of a folder.", REMEDY)
-    path, why = path if path.name else path.absolute(), ""
-    for number in range(1, MOST + 1):
-        place = path if number == 1 else path.with_name(f"{path.name}-{number}")
+    why = ""
+    for place in _places(path):
+        if _recorded(place) and not run_files(place):
+            why = why or f"{place}: the folder holds a trace."
+            continue
         try:
             return RunFolder.create(place, config=config), why
         except UsageError as error:
@@ -38,3 +40,35 @@ def fresh_folder(path: Path, *, config: Mapping[str, Any]) -> tuple[RunFolder, s
                 raise
             why = why or error.message
     raise UsageError("DPA801", f"{path}: {MOST} folders of this name are taken.", REMEDY)
+
+
+def free_folder(path: Path) -> Path:
+    """A folder without a run or a trace in it, made if need be: ``path``, or the first one beside.
+
+    Raises ``RunError`` DPA802 where the disk refuses, and ``UsageError`` DPA801 where all of
+    ``MOST`` folders are taken.
+    """
+    for place in _places(path):
+        if run_files(place) or _recorded(place):
+            continue
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            continue  # a file
+        except OSError as error:
+            raise storage_error(place, error) from error
+        return place
+    raise UsageError("DPA801", f"{path}: {MOST} folders of this name are taken.", REMEDY)
+
+
+def _places(path: Path) -> Iterator[Path]:
+    if "\0" in str(path):
+        raise RunError("DPA802", f"{str(path)!r} is no name of a folder.", REMEDY)
+    path = path if path.name else path.absolute()
+    yield path
+    yield from (path.with_name(f"{path.name}-{number}") for number in range(2, MOST + 1))
+
+
+def _recorded(place: Path) -> bool:
+    """True for a folder with a trace: of a run without tables nothing else is there."""
+    return (place / TRACE_DIR).is_dir()

@@ -29,7 +29,7 @@ from dataproto_audit.integrations.announce import Faults, say
 from dataproto_audit.integrations.cpu import CpuClock
 from dataproto_audit.integrations.options import Options
 from dataproto_audit.integrations.preserved import preserved_rng
-from dataproto_audit.integrations.run_dirs import REMEDY, fresh_folder
+from dataproto_audit.integrations.run_dirs import REMEDY, free_folder, fresh_folder
 from dataproto_audit.integrations.samples import RowSample
 from dataproto_audit.integrations.verl_settings import of_some_rows
 from dataproto_audit.policy import Policy, load_policy
@@ -59,6 +59,9 @@ class Session:
         self.workers_cpu_s = 0.0
         """What the hooks in workers took, as these tell."""
         self.steps = 0
+        self._experiment, self._refused = experiment, False
+        self._kept: Path | None = None
+        """Where a batch was kept of a run without tables."""
         self.folder = self._folder(experiment, config) if options.tables else None
         self.trace = self._trace(self.folder) if self.folder and options.trace != "off" else None
         self.auditor = Auditor(
@@ -73,13 +76,30 @@ class Session:
         self._step: int | None = None
         self._from_prompts = self._nan_kept = False
 
+    def _asked_for(self, experiment: str) -> Path:
+        return Path(self.options.run_dir) if self.options.run_dir else default_run_dir(experiment)
+
+    def keeps_in(self) -> Path | None:
+        """The folder in which a batch is kept; with ``tables=False`` it is made when it is needed.
+
+        None where the disk refuses, which is logged once.
+        """
+        if self.folder is not None or self.options.tables or self._refused:
+            return self.folder.path if self.folder is not None else None
+        if self._kept is None:
+            try:
+                self._kept = free_folder(self._asked_for(self._experiment))
+            except CodedError as error:
+                self._refused = True
+                log.error("%s %s Nothing can be kept. %s", error.code, error.message, REMEDY)
+        return self._kept
+
     def _policy(self) -> Policy:
         return load_policy(self.options.policy) if self.options.policy else Policy()
 
     def _folder(self, experiment: str, config: Mapping[str, Any]) -> RunFolder | None:
-        path = Path(self.options.run_dir) if self.options.run_dir else default_run_dir(experiment)
         try:
-            folder, why = fresh_folder(path, config=config)
+            folder, why = fresh_folder(self._asked_for(experiment), config=config)
         except CodedError as error:  # not writable: checks go on without tables
             log.error("%s %s NOTHING of this run is written, no tables and no trace; the checks "
                       "go on. %s", error.code, error.message, REMEDY)  # fmt: skip
@@ -180,17 +200,18 @@ class Session:
     def _keep_first_nan(self, stage: str, batch: Any, found: Iterable[Finding]) -> None:
         """Save the first batch in which a value is not finite; what comes later follows from it."""
         news = any("non_finite" in finding.causes for finding in found)
-        if not (news and self.options.flight_recorder and self.folder) or self._nan_kept:
+        if not (news and self.options.flight_recorder) or self._nan_kept:
+            return
+        folder = self.keeps_in()
+        if folder is None:
             return
         self._nan_kept, step = True, self._step or 0
         paths: list[Path] = []
         if self.trace is not None:  # it is recorded already, in a step that is kept from now on
             if self.trace.mark(step):
-                paths = [self.folder.path / TRACE_DIR / step_name(step)]
+                paths = [folder / TRACE_DIR / step_name(step)]
         else:
-            paths = flight.keep(
-                self.folder.path, step, stage, {"not_finite": batch}, settings=self.settings
-            )
+            paths = flight.keep(folder, step, stage, {"not_finite": batch}, settings=self.settings)
         kept = f"is kept: {', '.join(map(str, paths))}" if paths else "could not be kept"
         log.error("first values that are not finite, at %s of step %s; the batch %s",
                   stage, self._step, kept)  # fmt: skip
@@ -278,11 +299,13 @@ class Session:
             except (RunError, OSError) as error:
                 log.error("DPA903 the tables could not be closed: %s", error)
             where = folder.path
-        say(_last_line(summary, written=where is not None and has_tables(where / TABLES_DIR)))
+        written = where is not None and has_tables(where / TABLES_DIR)
+        say(_last_line(summary, written=written, kept=self._kept))
 
 
-def _last_line(summary: Mapping[str, Any], *, written: bool) -> str:
-    """What a run that ended was, in one line; ``written``: there are tables."""
+def _last_line(summary: Mapping[str, Any], *, written: bool, kept: Path | None = None) -> str:
+    """What a run that ended was, in one line; ``written``: there are tables; ``kept``: the folder
+    of a batch that was kept without them."""
     outcomes = ", ".join(f"{n} {kind.replace('_', ' ')}" for kind, n in summary["outcomes"].items())
     findings = ", ".join(f"{n} {severity}" for severity, n in summary["findings"].items())
     told = f"{summary['steps']} steps, {summary['boundaries']} boundaries; checks: {outcomes}; " \
@@ -295,4 +318,6 @@ def _last_line(summary: Mapping[str, Any], *, written: bool) -> str:
     where = summary["run_dir"]
     if where and not written:
         return f"{told}; NO tables are in {where}"
+    if kept is not None:
+        return f"{told}; no tables, as asked for; a batch is kept in {kept}"
     return f"{told}; " + (f"tables in {where}" if where else "nothing was written")

@@ -25,7 +25,9 @@ from dataproto_audit.integrations.patches import Patches
 from dataproto_audit.integrations.rank_evidence import RankEvidence
 from dataproto_audit.integrations.session import Session
 from dataproto_audit.integrations.verl_batches import merged, parts_of
+from dataproto_audit.integrations.verl_loop import Loop, LoopCall
 from dataproto_audit.integrations.verl_settings import at, plain_config, settings_of
+from dataproto_audit.integrations.verl_steps import Steps
 from dataproto_audit.integrations.verl_versions import (
     CORRECTION,
     MODULE,
@@ -48,18 +50,22 @@ class VerlRun:
         "prompts", "rollout", "union", "reward", "old_log_prob", "advantage", "update_actor",
     )  # fmt: skip
     """Stages without which no step of training is."""
+    begins_by = "_get_gen_batch"
+    """The call by which a step begins."""
+    loop_at = ("fit", MODULE)
+    """The method that calls the stages one after the other, and the module where verl's own is."""
 
     def __init__(self, trainer: Any, options: Options) -> None:
         self.trainer, self.options = trainer, options
         self.version: Version = version()
         self.patches = Patches()
-        self.missing: list[str] = []
-        """Calls that this trainer does not have, and whose stages stay unseen."""
+        self._hooked: set[str] = set()
+        self._lacking: list[str] = []
+        """Calls that were not found on one of the places where they are looked up."""
         self.session: Session | None = None
         self.ranks: RankEvidence | None = None
         self.attached = self.running = self.validating = False
-        self.own_loop = _has_own_loop(trainer)
-        """True where ``fit`` is not verl's: what it does between the calls is not known."""
+        self.loop = Loop(trainer, *self.loop_at)
         self.place = "prompts"
         self.joins = False
         """True between the rollout and the union that joins its responses to the prompts."""
@@ -72,8 +78,9 @@ class VerlRun:
         self._off: dict[str, str] = {}
         """Parts that failed while no session was open, with their error."""
         self._faults = Faults()
-        self._looked = 0
-        """Steps of training that were looked at and logged."""
+        self._steps = Steps()
+        self._said: set[str] = set()
+        """What was said and is not said again."""
 
     # -- hooks -------------------------------------------------------------------------------------
 
@@ -89,6 +96,7 @@ class VerlRun:
         wrap(trainer, "_validate", verl_v0.ValidationCall(self, "_validate"))
         wrap(trainer, "init_workers", verl_v0.InitCall(self, "init_workers"))
         wrap(trainer, "fit", verl_v0.FitCall(self, "fit"))
+        self._hook_loop()
         for module in self._modules():
             for name, (stage, where) in verl_v0.FUNCTIONS.items():
                 wrap(module, name, verl_v0.StageCall(self, name, stage, where))
@@ -101,6 +109,11 @@ class VerlRun:
                 self.patches.wrap(proto, "union", verl_v0.UnionCall(self, "union"))
         self._hook_helpers()
         self.hook_managers()
+
+    def _hook_loop(self) -> None:
+        """Hook into verl's own loop, which another one may call, or another trainer may run."""
+        if self.loop.home is not None:
+            self.patches.wrap(self.loop.home, self.loop.name, LoopCall(self.loop, self.acting))
 
     def _hook_helpers(self) -> None:
         corrections = _imported(CORRECTION)
@@ -127,8 +140,15 @@ class VerlRun:
                 self.patches.wrap(manager, name, call(self, name), may_be_awaited=True)
 
     def _wrap(self, owner: Any, name: str, call: verl_v0.Call) -> None:
-        if not self.patches.wrap(owner, name, call) and not hasattr(owner, name):
-            self.missing.append(name)
+        if self.patches.wrap(owner, name, call):
+            self._hooked.add(name)
+        elif not hasattr(owner, name):
+            self._lacking.append(name)
+
+    @property
+    def missing(self) -> list[str]:
+        """Calls that are nowhere to be found, and whose stages stay unseen."""
+        return [name for name in dict.fromkeys(self._lacking) if name not in self._hooked]
 
     def _modules(self) -> list[ModuleType]:
         """Modules on which ``fit`` looks functions up: that of the class, or of its bases."""
@@ -144,7 +164,8 @@ class VerlRun:
 
     def acting(self) -> bool:
         """True while this trainer, and no other one inside it, is at work."""
-        return self.running and self.attached and AT_WORK[-1:] == [self]
+        at_work = self.running and self.attached and AT_WORK[-1:] == [self]
+        return at_work and not self.loop.elsewhere
 
     # -- the run -----------------------------------------------------------------------------------
 
@@ -157,11 +178,6 @@ class VerlRun:
                 "structure is checked, values are not.", self.version.number,
             )  # fmt: skip
             options = replace(options, level="off" if options.level == "off" else "shape")
-        if self.own_loop:
-            log.warning(
-                "%s has a loop of its own: its stages are looked at one by one, and not what "
-                "happens between them.", type(self.trainer).__name__,
-            )  # fmt: skip
         config = plain_config(getattr(self.trainer, "config", None))
         name = at(config, "trainer.experiment_name") or "run"
         self.session = Session(
@@ -172,11 +188,14 @@ class VerlRun:
             self.ranks = RankEvidence(options, config)
             self.guarded("workers", self.ranks.start, None)
         self.hook_managers()
-        self._told, self.running, self._looked = None, True, 0
+        self._told, self.running, self._steps = None, True, Steps()
         AT_WORK.append(self)
 
-    def finish(self, error: BaseException | None = None) -> None:
-        """Close tables and write the summary, with the error that ended the run, if one did."""
+    def finish(self, error: BaseException | None = None, *, whole: bool = False) -> None:
+        """Close tables and write the summary, with the error that ended the run, if one did.
+
+        ``whole``: ``fit`` has returned, so every step that began was trained.
+        """
         if self in AT_WORK:
             AT_WORK.remove(self)
         self.running = self.validating = False
@@ -188,7 +207,7 @@ class VerlRun:
         session, self.session = self.session, None
         if session is not None:
             unseen: list[str] = []
-            unseen = session.guarded("unseen", lambda: self._unseen(session), unseen)
+            unseen = session.guarded("unseen", lambda: self._unseen(session, whole), unseen)
             more: dict[str, Any] = {
                 "verl": self.version.number, "not_hooked": self.missing, "unseen": unseen
             }  # fmt: skip
@@ -198,22 +217,16 @@ class VerlRun:
             session.guarded("finish", lambda: session.finish(more), None)
             self.closed = session
 
-    def _unseen(self, session: Session) -> list[str]:
-        """Stages of each step that were never seen, because their calls have other names here."""
-        if not self._looked:
-            return []
+    def _unseen(self, session: Session, whole: bool) -> list[str]:
+        config = plain_config(getattr(self.trainer, "config", None))
         wanted = set(self.options.stages or self.each_step)
-        if at(plain_config(getattr(self.trainer, "config", None)), "trainer.critic_warmup"):
+        if at(config, "trainer.critic_warmup"):
             wanted.discard("update_actor")
-        seen = {name.partition(".")[0] for name in session.observed}
-        unseen = [stage for stage in self.each_step if stage in wanted and stage not in seen]
-        if unseen:
-            log.warning(
-                "nothing was seen of %s in %s steps: %s does not make the calls by which these "
-                "stages are known (\"Which call is which stage\" in docs/attaching.md). They are "
-                "not checked.", ", ".join(unseen), self._looked, type(self.trainer).__name__,
-            )  # fmt: skip
-        return unseen
+        return self._steps.unseen(
+            type(self.trainer).__name__, [s for s in self.each_step if s in wanted],
+            session.observed, begins_by=self.begins_by, whole=whole,
+            trains=not at(config, "trainer.val_only"),
+        )  # fmt: skip
 
     closed: Session | None = None
     """The session of the last run that ended."""
@@ -244,16 +257,20 @@ class VerlRun:
     def begin(self, prompts: Any) -> None:
         """A training step begins with these prompts."""
         self.joins, self.baselines, self.carried, self._entered = False, [], {}, ""
-        self._open.open_step(self._step())
+        self._begins_step()
         self.leave("prompts", prompts)
+
+    def _begins_step(self) -> None:
+        step = self._step()
+        self._steps.began(step, looks=self.options.looks_at(step))
+        self._open.open_step(step)
 
     def enter(self, stage: str, batch: Any) -> None:
         """``batch`` enters ``stage``; of several calls of one stage the first counts."""
         if self._entered == stage:
             return
+        self._apart(stage)
         self.place = self._entered = stage
-        if self.own_loop and stage != "rollout":
-            self._open.auditor.unseen()
         self._open.boundary(stage, self._whole(batch), when="before")
         if self.ranks is not None:
             ranks, looks = self.ranks, self._open.wants(stage)
@@ -261,9 +278,9 @@ class VerlRun:
 
     def leave(self, stage: str, batch: Any, metrics: Mapping[str, float] | None = None) -> None:
         """``batch`` leaves ``stage``, which measured ``metrics``."""
+        if self._entered != stage:
+            self._apart(stage)
         self.place, self._entered = stage, ""
-        if self.own_loop and stage == "union":
-            self._open.auditor.unseen()
         self._last = whole = self._whole(batch)
         evidence: dict[str, Any] = {"metrics": metrics} if metrics else {}
         if self.ranks is not None:
@@ -275,6 +292,30 @@ class VerlRun:
             if stage == "update_critic":  # verl's batch never holds them, and the actor comes next
                 self.carried = {**self.carried, **fields}
         self._open.boundary(stage, whole, evidence=evidence or None)
+
+    def _apart(self, stage: str) -> None:
+        """Compare nothing with the boundary before, where the loop is not verl's.
+
+        But for the rollout, whose rows are laid beside the prompts that were handed out last.
+        """
+        sampled = stage == "rollout" and self.place == "prompts"
+        if not self.loop.own or sampled or stage == "prompts":
+            return
+        self._open.auditor.unseen()
+        self._say(f"{type(self.trainer).__name__} has a loop of its own: its stages are looked at "
+                  "one by one, and not what happens between them.")  # fmt: skip
+
+    def _say(self, text: str) -> None:
+        """Tell once what cannot be looked at."""
+        if text not in self._said:
+            self._said.add(text)
+            log.warning("%s", text)
+
+    def called(self, stage: str) -> None:
+        """A call of ``stage`` is made; outside of a run an update says that it is not seen."""
+        if stage == "update_actor" and not self.running and "fit" not in self._off:
+            self._say(f"{type(self.trainer).__name__} trains outside of a fit that began after "
+                      "attaching, and nothing of it is looked at: attach before fit.")  # fmt: skip
 
     def validated(self, batch: Any) -> None:
         """Scored responses to held-out prompts."""
@@ -290,7 +331,8 @@ class VerlRun:
     def ended(self, step: Any, metrics: Mapping[str, Any]) -> None:
         """The trainer logs the metrics of a step, which is thereby over."""
         if isinstance(step, int):
-            self._looked += "training/global_step" in metrics and self.options.looks_at(step)
+            if "training/global_step" in metrics:
+                self._steps.logged(looks=self.options.looks_at(step))
             self._open.close_step(step, metrics)
 
     def metrics(self) -> dict[str, float]:
@@ -330,22 +372,15 @@ class VerlRun:
         config = plain_config(getattr(self.trainer, "config", None))
         known = known_crash(self.version.number, stage, error, config)
         told = f"{known.rstrip('.')}; {told}" if known else told
-        paths = []
-        if session.folder is not None:
+        paths, folder = [], session.keeps_in()
+        if folder is not None:
             paths = flight.keep(
-                session.folder.path, self._step(), stage, at_hand, trace=session.trace,
+                folder, self._step(), stage, at_hand, trace=session.trace,
                 settings=session.settings,
             )  # fmt: skip
         kept = f" Its input is kept: {', '.join(map(str, paths))}." if paths else ""
         log.error("verl raised in %s of step %s: %s\nDiagnosis: %s.%s", stage, self._step(),
                   flight.brief(error), told, kept)  # fmt: skip
-
-
-def _has_own_loop(trainer: Any) -> bool:
-    """True for a subclass whose ``fit`` samples by itself instead of calling verl's."""
-    fit = type(trainer).fit
-    names = getattr(getattr(fit, "__code__", None), "co_names", ())
-    return fit.__module__ != MODULE and "generate_sequences" in names
 
 
 def _imported(name: str) -> ModuleType | None:

@@ -91,6 +91,7 @@ class StageCall(Call):
 
     def on(self) -> bool:
         """Only in the training step."""
+        self.run.called(self.stage)
         return super().on() and not self.run.validating
 
     def place(self) -> str:
@@ -325,7 +326,7 @@ class FitCall(Call):
 
     def left(self, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Close everything."""
-        self.run.finish()
+        self.run.finish(whole=True)
 
     def raised(self, args: Args, kwargs: Kwargs, error: BaseException) -> None:
         """Something between the stages raised, or one of them did and has been kept already."""

@@ -58,6 +58,11 @@ class StageCall(StoreCall):
         super().__init__(run, name)
         self.stage = METHODS[name]
 
+    def on(self) -> bool:
+        """Only in the training step, and in its first local update."""
+        self.run.called(self.stage)
+        return super().on()
+
     def place(self) -> str:
         """The stage that this call is."""
         return self.stage

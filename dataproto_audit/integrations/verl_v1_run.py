@@ -24,6 +24,7 @@ from dataproto_audit.integrations.verl_v1_store import (
     uid_of,
     with_copies,
 )
+from dataproto_audit.integrations.verl_versions import MODULE_V1
 
 log = logging.getLogger("dataproto_audit")
 
@@ -37,6 +38,8 @@ class VerlV1Run(VerlRun):
     """Follows one V1 trainer."""
 
     each_step = ("rollout", "old_log_prob", "advantage", "update_actor")
+    begins_by = "_step_once"
+    loop_at = ("_step_once", MODULE_V1)
 
     def __init__(self, trainer: Any, options: Options) -> None:
         super().__init__(trainer, options)
@@ -47,7 +50,6 @@ class VerlV1Run(VerlRun):
         """Keys in ``_compute_advantage`` while the KL penalty has not been applied."""
         self.penalised = False
         self._scored = self._rewarded = False
-        self._said: set[str] = set()
 
     def attach(self) -> None:
         """Hook into every call that is there."""
@@ -60,6 +62,7 @@ class VerlV1Run(VerlRun):
         wrap(trainer, "_step_once", verl_v1.UpdateCall(self, "_step_once"))
         wrap(trainer, "_validate", verl_v0.ValidationCall(self, "_validate"))
         wrap(trainer, "fit", verl_v0.FitCall(self, "fit"))
+        self._hook_loop()
         for module in self._modules():
             wrap(module, "apply_kl_penalty", verl_v1.PenaltyCall(self, "apply_kl_penalty"))
             if self.options.metrics:
@@ -95,7 +98,7 @@ class VerlV1Run(VerlRun):
             return
         self.joins, self.carried, self._entered, self.waiting = False, {}, "", None
         self._scored = self._rewarded = False
-        self._open.open_step(self._step())
+        self._begins_step()
 
     def sampled(self, meta: Any) -> None:
         """Finished rows were taken out of the replay buffer."""
@@ -155,9 +158,3 @@ class VerlV1Run(VerlRun):
         batch["meta_info"] = {"global_steps": self._step()}
         copies = ["token_level_scores"] if self._scored else []
         return with_copies(batch, *copies, *(["token_level_rewards"] if self._rewarded else []))
-
-    def _say(self, text: str) -> None:
-        """Tell once what cannot be looked at."""
-        if text not in self._said:
-            self._said.add(text)
-            log.warning("%s", text)

@@ -9,7 +9,8 @@ The folder is ``ranks-<job>`` in ``run_dir``, named by Ray's job (``ranks`` with
 run that still goes on in there is not disturbed. Without that option it is one of this machine's
 temporary folders; runs on several nodes need ``run_dir`` on a file system that all of them share.
 That a second run into ``run_dir`` writes its tables beside it changes nothing here: workers know
-the option only. Files are replaced at once and without waiting for the disk;
+the option only. Where ``run_dir`` is the name of a file, the folder is ``<run_dir>-ranks-<job>``.
+Files are replaced at once and without waiting for the disk;
 :meth:`Exchange.remove` deletes the folder when the run ends.
 """
 
@@ -62,8 +63,11 @@ def exchange_for(options: Options) -> Exchange:
         context = ray.get_runtime_context()
         job = f"{context.gcs_address}-{context.get_job_id()}"
     safe = re.sub(r"[^A-Za-z0-9.]+", "-", job)
+    name = f"{NAME}-{safe}".rstrip("-")
     if options.run_dir:
-        return Exchange(Path(options.run_dir).absolute() / f"{NAME}-{safe}".rstrip("-"))
+        own = Path(options.run_dir).absolute()
+        beside = own.exists() and not own.is_dir()
+        return Exchange(own.with_name(f"{own.name}-{name}") if beside else own / name)
     folder = f"dataproto-audit-{os.getuid()}-{safe or 'local'}"
     return Exchange(Path(tempfile.gettempdir()) / folder)
 

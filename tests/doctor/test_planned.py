@@ -73,3 +73,9 @@ def test_our_own_configuration_is_told_apart(file, tmp_path):
     assert not is_ours(file)
     (tmp_path / "own.yaml").write_text("audit: {level: full}")
     assert is_ours(tmp_path / "own.yaml")
+
+
+def test_a_key_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "x.yaml").write_text("trainer:\n  nnodes: 1\n1: 2\n")
+    with pytest.raises(UsageError, match="the key 1 is no text"):
+        planned(tmp_path / "x.yaml")

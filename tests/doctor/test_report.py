@@ -233,6 +233,27 @@ def test_a_wrong_setting_is_said_before_the_run(name, value, said):
     assert not answer["attach"]["will_attach"]
 
 
+def test_a_settings_file_with_a_key_that_is_no_text_is_said(tmp_path):
+    (tmp_path / "audit.yaml").write_text("1: x")
+    named = PLUGIN | {"DATAPROTO_AUDIT_CONFIG": str(tmp_path / "audit.yaml")}
+    answer = environment(installed(verl="0.9.1"), named)["attach"]
+    assert "1: no such setting" in answer["wrong"]
+    assert not answer["will_attach"]
+
+
+@pytest.mark.parametrize(
+    ("verl", "attaches"),
+    [("0.5.0", False), ("0.6.1", False), ("0.7.0", False), ("0.8.0", False), ("0.8.1.dev0", False),
+     ("0.9.0", True), ("0.9.1", True), ("0.10.0", True), ("1.0.0", True), ("1", True),
+     ("main", False)],
+)  # fmt: skip
+def test_the_entry_point_counts_from_the_release_that_loads_it(verl, attaches):
+    attach = environment(installed(verl=verl), {"DATAPROTO_AUDIT": "1"})["attach"]
+    assert attach["will_attach"] is attaches
+    assert ("not known to look for the entry point" in attach["remedy"]) is not attaches
+    assert environment(installed(verl=verl), PLUGIN)["attach"]["will_attach"]
+
+
 def test_empty_settings_count_as_not_set():
     empty = {f"DATAPROTO_AUDIT_{name}": "" for name in ("LEVEL", "ROWS", "CONFIG")}
     attach = environment(installed(verl="0.9.1"), PLUGIN | empty | {"DATAPROTO_AUDIT": ""})[

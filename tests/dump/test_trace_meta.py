@@ -197,14 +197,46 @@ def test_references_to_nothing_are_refused(tmp_path: Path, entry: Any, said: str
         ({1: "x"}, {True: "x"}, False),
         ([1, [2]], [1, (2,)], False),
         ([1, 2], [1, 2, 3], False),
-        ({"a": torch.ones(1)}, {"a": torch.ones(1)}, False),
+        ({"a": torch.ones(1)}, {"a": torch.ones(1)}, True),
+        ({"a": torch.zeros(1)}, {"a": -torch.zeros(1)}, False),
+        ({"a": np.ones(1)}, {"a": np.ones(1)}, True),
+        ({"a": np.ones(1)}, {"a": np.ones(1, np.float32)}, False),
+        ({1}, {1}, False),
+        (object, object, False),
     ],
 )
 def test_what_counts_as_unchanged(old: Any, new: Any, same: bool) -> None:
     assert unchanged(old, new) is same
 
 
+def test_tensors_and_arrays_are_what_they_were_at_the_boundary(tmp_path: Path) -> None:
+    tensor, array, shared = torch.zeros(64), np.zeros(64), np.zeros(64)
+    rows = np.array([["a"], ["b"]], dtype=object)[:, 0]
+    rows[:] = [["a"], ["b"]]
+    meta = {
+        "t": tensor, "a": {"deep": [array]}, "s": torch.from_numpy(shared), "rows": rows,
+        "kept": torch.arange(64.0),
+    }  # fmt: skip
+    for retention in ("last:1", "all"):
+        with TraceWriter(tmp_path / retention, retention=retention) as writer:
+            writer.begin_step(1)
+            for number, stage in enumerate(STAGES[:3]):
+                tensor[7] = array[7] = shared[7] = number
+                rows[0][:] = [number]
+                writer.write_boundary(stage, {"batch": {}, "meta_info": meta})
+            writer.end_step()
+        for number, boundary in enumerate(Trace(tmp_path / retention).step(1).boundaries):
+            told = boundary.meta
+            assert told["t"][7] == told["a"]["deep"][0][7] == told["s"][7] == number
+            assert told["rows"][0] == [number]
+            kept = trace_meta.place_of(boundary.head["meta"]["kept"])
+            assert kept == (None if number == 0 else "00_rollout")
+
+
 def test_shared_and_cyclic_values_are_compared_in_short_time() -> None:
+    array = np.empty(2, dtype=object)
+    array[:] = [array, array]
+    assert unchanged(copied(array), array)
     assert unchanged(twice(60, "x"), twice(60, "x"))
     assert not unchanged(twice(60, "x"), twice(60, "y"))
     one: list[Any] = [1]

@@ -269,15 +269,15 @@ def test_whatever_fails_while_an_error_is_looked_at_the_error_goes_on(
 ) -> None:
     from dataproto_audit.integrations.verl_run import VerlRun
 
-    monkeypatch.setattr(VerlRun, "finish", raising(ZeroDivisionError("ours")))
     trainer, error = make(verl), RuntimeError("theirs")
     trainer._update_actor = raising(error)
-    attach(trainer, run_dir="run")
-    with pytest.raises(RuntimeError) as caught:
-        trainer.fit()
+    with monkeypatch.context() as patched:
+        patched.setattr(VerlRun, "finish", raising(ZeroDivisionError("ours")))
+        attach(trainer, run_dir="run")
+        with pytest.raises(RuntimeError) as caught:
+            trainer.fit()
     assert caught.value is error
     assert "looking at an error of the trainer failed" in caplog.text
-    monkeypatch.undo()
     from dataproto_audit.integrations import verl_run
     from dataproto_audit.integrations.attach import _LIVE
 
@@ -319,3 +319,73 @@ def test_broken_prompts_are_accused(verl: ModuleType, caplog: pytest.LogCaptureF
     trainer.async_rollout_manager.generate_sequences = broken
     fitted(trainer)
     assert "uid" in caplog.text.split("Diagnosis:")[1]
+
+
+# -- without tables --------------------------------------------------------------------------------
+
+
+def tableless(trainer: Any, **settings: Any) -> None:
+    with pytest.raises(RuntimeError), attach(trainer, run_dir="run", tables=False, **settings):
+        trainer.fit()
+
+
+def test_the_input_is_kept_without_tables_too(
+    verl: ModuleType, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):  # the second run keeps what the first one kept
+        trainer = make(verl)
+        trainer._update_actor = raising(RuntimeError("x"))
+        tableless(trainer)
+    for place in ("run", "run-2"):
+        [kept] = Trace(place).step(1).boundaries
+        assert kept.name == "00_update_actor_before_input"
+        assert kept.view().rows == 16
+        assert f"Its input is kept: {place}/trace" in caplog.text
+        assert [path.name for path in Path(place).iterdir()] == ["trace"]
+    assert "no tables, as asked for; a batch is kept in run-2" in capsys.readouterr().err
+    with attach(make(verl), run_dir="run") as attached:
+        attached.runs[0].trainer.fit()
+    assert open_run("run-3").summary["run_dir"] == "run-3"
+    assert Trace("run").steps == [1]
+
+
+def test_the_first_nan_is_kept_without_tables_too(verl: ModuleType) -> None:
+    trainer = make(verl)
+    original = trainer._compute_old_log_prob
+
+    def not_finite(batch: Any) -> Any:
+        out, more = original(batch)
+        out.batch["old_log_probs"][0, 0] = float("nan")
+        return out, more
+
+    trainer._compute_old_log_prob = not_finite
+    with attach(trainer, run_dir="run", tables=False):
+        trainer.fit()
+    assert Trace("run").step(1).boundaries[0].part == "not_finite"
+
+
+def test_a_healthy_run_without_tables_makes_no_folder(verl: ModuleType) -> None:
+    trainer = make(verl)
+    with attach(trainer, run_dir="run", tables=False):
+        trainer.fit()
+    assert not Path("run").exists()
+
+
+def test_without_the_recorder_and_without_tables_nothing_is_kept(verl: ModuleType) -> None:
+    trainer = make(verl)
+    trainer._update_actor = raising(RuntimeError("x"))
+    tableless(trainer, flight_recorder=False)
+    assert not Path("run").exists()
+
+
+def test_a_disk_that_refuses_is_said_once(
+    verl: ModuleType, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "mkdir", raising(PermissionError(13, "no")))
+    trainer = make(verl)
+    trainer._update_actor = raising(RuntimeError("x"))
+    tableless(trainer)
+    assert caplog.text.count("DPA802") == 1
+    assert "Nothing can be kept" in caplog.text
+    assert "Diagnosis:" in caplog.text
+    assert "DPA904" not in caplog.text

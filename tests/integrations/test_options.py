@@ -162,3 +162,13 @@ def test_blanks_around_a_word_are_none_of_it() -> None:
 def test_the_modes_of_a_trace_are_listed_with_off() -> None:
     with pytest.raises(UsageError, match=r"or off\."):
         options(environ={"DATAPROTO_AUDIT_TRACE": "sometimes"})
+
+
+@pytest.mark.parametrize("text", ["1: x", "true: x", "null: x", "1.5: x", "2020-01-01: x"])
+def test_a_key_that_is_no_text_is_refused_by_its_name(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "audit.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="no such setting") as refused:
+        options(path, environ={})
+    assert refused.value.code == "DPA850"
+    assert str(path) in str(refused.value)

@@ -134,6 +134,29 @@ def test_functions_that_look_who_awaits_them(on: bool) -> None:
     assert len(notes.told) == (6 if on else 0)
 
 
+@pytest.mark.parametrize("on", [True, False])
+def test_a_function_that_never_awaits_is_called_by_coroutines_too(on: bool) -> None:
+    own, notes, patches = SimpleNamespace(f=lambda x: 2 * x), Notes(on=on), Patches()
+    patches.wrap(own, "f", notes, may_be_awaited=True)
+
+    async def caller() -> Any:
+        return own.f(3)
+
+    assert asyncio.run(caller()) == 6
+    assert len(notes.told) == (2 if on else 0)
+
+
+def test_a_patch_undone_within_its_call_is_quiet() -> None:
+    notes, patches = Notes(), Patches()
+    own = SimpleNamespace(f=patches.undo, g=lambda: (patches.undo(), 1 / 0))
+    patches.wrap(own, "f", notes)
+    own.f()
+    patches.wrap(own, "g", notes)
+    with pytest.raises(ZeroDivisionError):
+        own.g()
+    assert len(notes.told) == 2  # their beginnings
+
+
 @pytest.mark.parametrize(
     "order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0), (0, 2, 1), (2, 0, 1)]
 )

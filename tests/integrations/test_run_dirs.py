@@ -132,3 +132,16 @@ def test_tables_that_are_gone_are_not_claimed(
         trainer.fit()
     assert asked == [Path("run") / TABLES_DIR]
     assert capsys.readouterr().err.splitlines()[-1].endswith("NO tables are in run")
+
+
+def test_ranks_tell_where_the_name_is_that_of_a_file(
+    verl: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    Path("taken").write_text("a file")
+    with attach(make(verl), run_dir="taken", workers=True) as attached:
+        attached.runs[0].trainer.fit()
+    run = open_run("taken-2")
+    assert run.summary["switched_off"] == {}
+    assert "DPA904" not in caplog.text
+    assert Path("taken").read_text() == "a file"
+    assert sorted(path.name for path in Path().iterdir()) == ["taken", "taken-2"]

@@ -64,3 +64,15 @@ def test_driver_and_workers_agree_on_the_folder(tmp_path, monkeypatch):
     assert exchange_for(Options(run_dir=str(tmp_path))).folder == tmp_path / "ranks"
     assert exchange_for(Options()).folder == exchange_for(Options()).folder
     assert "dataproto-audit" in exchange_for(Options()).folder.name
+
+
+def test_a_run_dir_that_is_a_file_has_its_folder_beside_it(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    taken = tmp_path / "run"
+    taken.write_text("a file")
+    exchange = exchange_for(Options(run_dir=str(taken)))
+    assert exchange.folder == tmp_path / "run-ranks"
+    exchange.ask(Asked("update_actor", 1, True))
+    assert exchange_for(Options(run_dir=str(taken))).asked() == Asked("update_actor", 1, True)
+    exchange.remove()
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
