@@ -1,4 +1,4 @@
-"""Settings for all tests, and the check that engine tests leave no process behind."""
+"""Settings for all tests, and the checks that they leave no process and no file behind."""
 
 import os
 import sys
@@ -74,6 +74,17 @@ def _assert_none_left(before: set[psutil.Process], grace_s: float) -> None:
             continue
     psutil.wait_procs(left, timeout=10)
     assert not described, "processes left running:\n" + "\n".join(described)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_is_written_beside_the_sources(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests write into folders of their own: a relative path of one must not end up here."""
+    root = request.config.rootpath
+    before = {path.name for path in root.iterdir()}
+    yield
+    new = {path.name for path in root.iterdir()} - before
+    left = sorted(name for name in new if not name.startswith("."))  # caches, coverage
+    assert not left, f"tests wrote into the working directory: {left}"
 
 
 @pytest.fixture

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from dataproto_audit import __version__, cli
-from dataproto_audit.codes import CODES
+from dataproto_audit.codes import CODES, RunError
+from dataproto_audit.dump import run_folder
+from dataproto_audit.dump.run_folder import RunFolder
 from dataproto_audit.protocol import DataProto
 from dataproto_audit.testing.faults import FAULTS
 from dataproto_audit.testing.recipes import cook
@@ -93,6 +95,31 @@ def test_dry_run_finds_a_model_folder_without_tokenizer(call, tmp_path):
 def test_report_refuses_what_is_no_run_folder(call, tmp_path):
     done = call("report", str(tmp_path), check=2)
     assert "DPA803" in done.stderr
+
+
+def test_report_reads_a_run_that_is_going_on(call, tmp_path):
+    with RunFolder.create(tmp_path, config="") as run:
+        run.tables.append("steps", {"metric": ["m"], "value": [1.0]})
+        run.tables.flush_step(1)
+        done = call("report", str(tmp_path), check=0)
+    assert "the tables are read as they lie there" in done.stderr
+    assert "writes into it" in done.stderr
+    assert "the run is still going" in " ".join(done.stdout.split())
+
+
+def test_report_reads_tables_that_a_full_disk_kept_from_closing(call, tmp_path, monkeypatch):
+    with RunFolder.create(tmp_path, config="") as run:
+        run.tables.append("steps", {"metric": ["m"], "value": [1.0]})
+        run.tables.flush_step(1)
+        run.tables.abandon()
+
+    def full(*_):
+        raise RunError("DPA802", "steps.parquet: the disk is full.", "Make room.")
+
+    monkeypatch.setattr(run_folder, "compact", full)
+    done = call("report", str(tmp_path), "--json", check=0)
+    assert "the disk is full" in done.stderr
+    assert json.loads(done.stdout)["ok"] is True
 
 
 def test_an_unknown_fault_lists_the_faults(call):
@@ -304,6 +331,16 @@ def test_selftest_of_one_fault(call):
     answer = json.loads(call("selftest", "--fault", "population_std", "--json", check=0).stdout)
     assert answer["faults"] == answer["detected"] == answer["stage_right"] == 1
     assert answer["healthy_batches"] == 0
+
+
+def test_selftest_of_one_fault_shows_what_is_found(call):
+    said = call("selftest", "--fault", "log_prob_shift", check=0).stdout
+    found, _, table = said.partition("\ndet: detected")
+    assert found.startswith("log_prob_shift on ")
+    assert "DPA304 fail: log-probs are shifted by columns" in found
+    assert "field     old_log_probs" in found
+    assert "log_prob_shift" in table
+    assert "healthy" not in table  # none was run
 
 
 def test_selftest_of_a_fault_that_there_is_not(call):

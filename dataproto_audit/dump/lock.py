@@ -81,6 +81,13 @@ def holder_of(folder: str | os.PathLike[str]) -> Holder | None:
         return None
 
 
+def refuse_held(folder: str | os.PathLike[str]) -> None:
+    """Raise ``UsageError`` DPA801 where another process of this machine writes into ``folder``."""
+    holder = holder_of(folder)
+    if holder is not None and holder.alive and holder.pid != os.getpid():
+        raise _in_use(Path(folder) / LOCK_NAME, holder)
+
+
 def _take(path: Path, content: bytes, *, take_over: bool) -> None:
     # Two processes may find the same dead holder. The file itself is locked while one of them
     # writes its name into it, so the other then reads a living holder.

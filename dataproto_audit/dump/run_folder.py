@@ -26,7 +26,7 @@ from dataproto_audit.atomic import (
 )
 from dataproto_audit.codes import CodedError, UsageError
 from dataproto_audit.dump.layout import CONFIG, ENVIRONMENT, OWN_FILES, SUMMARY, TABLES_DIR
-from dataproto_audit.dump.lock import RunLock
+from dataproto_audit.dump.lock import RunLock, refuse_held
 from dataproto_audit.dump.run import Run, open_run
 from dataproto_audit.dump.schema import SCHEMA_VERSION
 from dataproto_audit.dump.streams import COMMITS, compact, has_tables, remove_tables
@@ -203,8 +203,10 @@ def run_files(folder: Path) -> list[str]:
 def refuse_used(folder: Path, existing: Existing) -> list[str]:
     """Raise ``UsageError`` DPA801 where :meth:`RunFolder.create` would; else :func:`run_files`.
 
-    Changes nothing. Not covered: who holds the lock, and whether the folder can be written.
+    Changes nothing. Not covered: locks of other machines and of the dead, and whether the folder
+    can be written.
     """
+    refuse_held(folder)
     there = run_files(folder)
     if there and TABLES_DIR not in there and ENVIRONMENT not in there:
         raise UsageError(

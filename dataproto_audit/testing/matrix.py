@@ -10,16 +10,17 @@ from dataproto_audit.testing.faults import CATALOGUE
 from dataproto_audit.testing.scoring import MEASURES
 
 HEADS = ("det", "stage", "field", "rows", "cols", "top1", "top3")
+LEGEND = """\
+det: detected; stage, field, rows, cols: named rightly; top1, top3: its cause is the first, or among
+the first three. A dot is right on every batch; d not detected, x wrong on some. t: the probes were
+tuned on this fault."""
 RARE = 30
 """Probes executed less often than this on healthy data say little about false alarms."""
 
 
 def matrix(result: BenchResult, *, only_misses: bool = False) -> str:
-    """One line a fault, the totals, and the probes on healthy data.
-
-    A dot is right on every base, a letter wrong on some: ``d`` not detected, ``x`` wrong.
-    """
-    lines = [f"{'fault':44}{'t':2}" + "".join(f"{head:>6}" for head in HEADS)]
+    """One line a fault, the totals, and the probes on healthy data where there was some."""
+    lines = [LEGEND, "", f"{'fault':44}{'t':2}" + "".join(f"{head:>6}" for head in HEADS)]
     for name, runs in result.by_fault().items():
         marks = ["." if all(getattr(run.score, m) for run in runs) else _mark(runs)
                  for m in MEASURES]  # fmt: skip
@@ -27,7 +28,18 @@ def matrix(result: BenchResult, *, only_misses: bool = False) -> str:
             continue
         tuned = "t" if CATALOGUE[name].tuned else ""
         lines.append(f"{name:44}{tuned:2}" + "".join(f"{mark:>6}" for mark in marks))
-    return "\n".join([*lines, "", *_totals(result), "", *_healthy(result)])
+    healthy = ["", *_healthy(result)] if result.healthy.batches else []
+    return "\n".join([*lines, "", *_totals(result), *healthy])
+
+
+def shown(result: BenchResult) -> Iterator[str]:
+    """What each fault was found as: on its first batch whole, on others in a line."""
+    for name, runs in result.by_fault().items():
+        for number, run in enumerate(runs):
+            found = run.score.hit or run.score.first
+            yield f"{name} on {run.base}:" + ("" if number == 0 else f" {_brief(found)}")
+            if number == 0:
+                yield f"{found or 'nothing was found'}\n"
 
 
 def _mark(runs: list[FaultRun]) -> str:

@@ -66,8 +66,8 @@ def find_place(config: DictConfig) -> Place:
 
     Raises UsageError: DPA804 for a checkpoint that is damaged, and where
     ``resume_mode=auto`` finds checkpoints but can read none; DPA801 for a folder that holds a run
-    which is neither to be continued nor replaced; DPA851 when no step is left to train. Not
-    covered: who holds the folder's lock.
+    which is neither to be continued nor replaced, or that another process writes into; DPA851
+    when no step is left to train.
     """
     trainer = config.trainer
     wanted = trainer.run_dir

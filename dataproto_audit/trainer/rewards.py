@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -236,9 +237,11 @@ def _from_file(path: Path, name: str) -> Callable[..., Any]:
     if spec is None or spec.loader is None:
         raise UsageError("DPA851", f"{path}: not a Python file.", "Give a .py file.")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their own module up
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        del sys.modules[spec.name]
         raise UsageError(
             "DPA851",
             f"{path}: cannot be imported ({type(error).__name__}: {error}).",

@@ -12,7 +12,7 @@ import pytest
 
 from dataproto_audit.codes import UsageError
 from dataproto_audit.dump import lock
-from dataproto_audit.dump.lock import LOCK_NAME, RunLock, holder_of
+from dataproto_audit.dump.lock import LOCK_NAME, RunLock, holder_of, refuse_held
 
 _HOLD = """
 import sys
@@ -47,6 +47,23 @@ def dead(tmp_path: Path) -> int:
     with _hold(tmp_path) as process:
         process.kill()
     return process.pid
+
+
+def test_a_folder_that_another_process_writes_into_is_refused_unchanged(
+    tmp_path: Path, living: int
+) -> None:
+    before = (tmp_path / LOCK_NAME).read_bytes()
+    with pytest.raises(UsageError, match=f"DPA801.*process {living} writes into it"):
+        refuse_held(tmp_path)
+    assert (tmp_path / LOCK_NAME).read_bytes() == before
+
+
+def test_a_lock_of_one_s_own_or_of_the_dead_is_not_held(tmp_path: Path, dead: int) -> None:
+    assert holder_of(tmp_path) is not None
+    refuse_held(tmp_path)
+    RunLock.acquire(tmp_path, take_over=True)
+    refuse_held(tmp_path)
+    refuse_held(tmp_path / "nowhere")
 
 
 def test_a_released_lock_is_free(tmp_path: Path) -> None:

@@ -191,6 +191,17 @@ def test_a_function_from_a_file(tokenizer, tmp_path):
     assert out.non_tensor_batch["kind"].tolist() == ["chain_sum"] * 4
 
 
+def test_a_file_may_hold_what_looks_its_own_module_up(tokenizer, tmp_path):
+    code = (
+        "from __future__ import annotations\nimport dataclasses\n"
+        "@dataclasses.dataclass\nclass Score:\n    value: float\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return Score(2.0).value\n"
+    )
+    opened = open_scorer(reward(tmp_path, code), tokenizer)
+    assert opened.score(answers(tokenizer)).non_tensor_batch["score"].tolist() == [2.0] * 4
+
+
 BATCHED = (
     "def compute_scores(data_sources, solution_strs, ground_truths, extra_infos):\n    return {}\n"
 )
@@ -237,6 +248,7 @@ def test_an_array_is_a_list_of_scores(tokenizer, tmp_path):
         ("x = 1", "x", "there are: none"),
         ("import no_such_module_at_all", "compute_score", "no_such_module_at_all"),
         ("def f(:", "compute_score", "SyntaxError"),
+        ("import sys\nsys.exit(0)", "compute_score", "SystemExit"),
     ],
 )
 def test_unusable_files_are_refused(tokenizer, tmp_path, code, name, named):
