@@ -8,13 +8,14 @@ when it would be there without the faults before it:
 * what is compared across a boundary (kept rows and fields, notes of ranks, checksums) and what an
   estimator or a loss must give speaks for itself, too;
 * a comparison of two fields is explained when one of them, or what both depend on, was spoilt by
-  an earlier fault in all the rows it names;
+  earlier faults in all the rows it names;
+* what is impossible whatever the batch is (a negative entropy) is explained by no other field;
 * after rows were lost or repeated, other counts that do not fit follow from that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import field as dc_field
 from typing import Any
@@ -54,6 +55,11 @@ UNDER_LOG_PROBS = (
     "sampling",
 )  # fmt: skip
 """What every log-prob depends on, whether or not a check reads it."""
+POSSIBLE = frozenset({"rollout_log_probs_nonpositive", "old_log_probs_nonpositive",
+                      "ref_log_prob_nonpositive", "entropy_bounds"})  # fmt: skip
+"""Checks of what a number may be at all: no token, prompt or temperature makes it so."""
+OF_GROUPS = frozenset({"DPA401", "DPA402", "DPA403", "DPA404"})
+"""Codes of prompts and uids that do not belong together: which of the two is wrong is not known."""
 Keys = frozenset[str] | None
 
 
@@ -253,17 +259,27 @@ class Blame:
         not_finite = "non_finite" in suspect.causes
         if _stands_alone(suspect) and not not_finite:
             return None
+        parts: dict[str, Fault] = {}
+        for keys, fault in self._before(suspect):
+            if keys is None:
+                return fault
+            parts |= dict.fromkeys(keys - parts.keys(), fault)
+            if suspect.keys is not None and suspect.keys <= parts.keys():
+                return next(parts[key] for key in sorted(suspect.keys)) if suspect.keys else fault
+        if not_finite:
+            return self._not_finite(suspect)
+        return None
+
+    def _before(self, suspect: Suspect) -> Iterator[tuple[Keys, Fault]]:
+        """What earlier stages spoilt of the fields that the check reads, with the rows."""
         for name in _reads(suspect):
             for keys, fault in self._spoilt.get(name, ()):
                 if fault.stage == suspect.stage or (
                     name == suspect.field and (suspect.stage, name) in self.differing
                 ):
                     continue
-                if keys is None or (suspect.keys is not None and suspect.keys <= keys):
-                    return fault
-        if not_finite:
-            return self._not_finite(suspect)
-        return None
+                if keys is None or not _hardly_seen(suspect, name, keys, fault):
+                    yield keys, fault
 
     def _not_finite(self, suspect: Suspect) -> Fault | None:
         """NaN spreads: into metrics, losses, and every row of a group or a whitened batch."""
@@ -286,8 +302,16 @@ def _stands_alone(suspect: Suspect) -> bool:
     return suspect.code[:4] in ("DPA4", "DPA5")
 
 
+def _hardly_seen(suspect: Suspect, name: str, keys: frozenset[str], fault: Fault) -> bool:
+    """True where most rows whose prompt may be wrong have log-probs that fit: the uid was wrong."""
+    of_uid = fault.lead.code in OF_GROUPS and name in UNDER_LOG_PROBS
+    return of_uid and suspect.keys is not None and 2 * len(suspect.keys & keys) < len(keys)
+
+
 def _reads(suspect: Suspect) -> list[str]:
     """Fields that the check's verdict depends on."""
+    if suspect.check in POSSIBLE:
+        return [suspect.field]
     probe = PROBES.get(suspect.check)
     names = list(probe.fields) if probe else []
     if suspect.field:

@@ -1,0 +1,109 @@
+"""What an earlier fault explains, and what stands by itself beside it."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dataproto_audit.dump.trace import TraceWriter
+from dataproto_audit.protocol import DataProto
+from dataproto_audit.replay.bisect import Verdict, bisect
+from dataproto_audit.replay.scorers import Scorers
+from dataproto_audit.testing.healthy import boundaries
+from dataproto_audit.testing.options import Options
+from dataproto_audit.testing.traces import toy_scorers
+
+OPTIONS = Options(step=2, entropy=True, response_width=8, one_token=0, truncated=0)
+LONG = 4
+PROMPT: dict[str, torch.Tensor] = {}
+"""The row that was given another's prompt."""
+Change = Callable[[DataProto], None]
+
+
+def judged(folder: Path, changes: Mapping[str, Change], *, model: bool = False) -> Verdict:
+    """The verdict on a step whose batch is changed as it leaves each stage."""
+    told = vars(OPTIONS.settings())
+    with TraceWriter(folder / "trace", retention="all", settings=told) as writer:
+        writer.begin_step(OPTIONS.step)
+        for b in boundaries(OPTIONS):
+            if b.when == "after" and b.stage in changes:
+                changes[b.stage](b.batch)
+            writer.write_boundary(b.stage, b.batch, when=b.when, evidence=b.evidence)
+        writer.end_step()
+    return bisect(folder, scorers=Scorers(**toy_scorers(OPTIONS)) if model else None)
+
+
+def faults(verdict: Verdict) -> dict[str, str]:
+    """The code of each fault that stands by itself, by stage."""
+    return {fault.stage: fault.lead.code for fault in verdict.faults}
+
+
+def long_rows(batch: DataProto) -> list[int]:
+    return torch.nonzero(batch.batch["response_mask"].sum(1) >= LONG).flatten().tolist()
+
+
+def another_uid(batch: DataProto) -> None:
+    batch.non_tensor_batch["uid"] = np.array(["one"] * len(batch), dtype=object)
+
+
+def two_rows_late(batch: DataProto) -> None:
+    old, rows = batch.batch["old_log_probs"].clone(), long_rows(batch)[2:4]
+    old[rows] = old[rows].roll(1, 1)
+    batch.batch["old_log_probs"] = old
+
+
+def one_token_far(batch: DataProto) -> None:
+    old, row = batch.batch["old_log_probs"].clone(), long_rows(batch)[5]
+    old[row, 2] -= 4
+    batch.batch["old_log_probs"] = old
+
+
+def other_row_overwritten(batch: DataProto) -> None:
+    old, row = batch.batch["old_log_probs"].clone(), long_rows(batch)[0]
+    old[row] = batch.batch["ref_log_prob"][row] - 1
+    batch.batch["old_log_probs"] = old
+
+
+def entropy_below_zero(batch: DataProto) -> None:
+    """In the row whose prompt is another's, wherever it was moved to."""
+    entropys, own = batch.batch["entropys"].clone(), batch.batch["prompts"] == PROMPT["changed"]
+    rows = (own.all(1) & (batch.batch["responses"] == PROMPT["response"]).all(1)).nonzero()
+    entropys[rows[0], 0] = -0.5
+    batch.batch["entropys"] = entropys
+
+
+def prompt_of_another_row(batch: DataProto) -> None:
+    prompts, ids = batch.batch["prompts"].clone(), batch.batch["input_ids"].clone()
+    other = next(row for row in range(len(batch)) if not torch.equal(prompts[row], prompts[0]))
+    prompts[0], ids[0, : prompts.shape[1]] = prompts[other], prompts[other]
+    PROMPT.update(changed=prompts[0].clone(), response=batch.batch["responses"][0].clone())
+    attention = batch.batch["attention_mask"].clone()
+    attention[0, : prompts.shape[1]] = attention[other, : prompts.shape[1]]
+    positions = (attention.cumsum(1) - 1).clamp(min=0)
+    batch.batch.update({"prompts": prompts, "input_ids": ids, "attention_mask": attention,
+                        "position_ids": positions})  # fmt: skip
+
+
+def test_a_wrong_uid_explains_no_shift(tmp_path: Path) -> None:
+    """Prompts and uids do not belong together, in all rows; log-probs of two rows are late."""
+    verdict = judged(tmp_path, {"union": another_uid, "old_log_prob": two_rows_late})
+    assert list(faults(verdict)) == ["union", "old_log_prob"], verdict.story()
+
+
+def test_two_faults_of_a_field_explain_what_their_rows_together_set_off(tmp_path: Path) -> None:
+    changes = {"old_log_prob": one_token_far, "ref_log_prob": other_row_overwritten}
+    verdict = judged(tmp_path, changes, model=True)
+    assert list(faults(verdict)) == ["old_log_prob", "ref_log_prob"], verdict.story()
+
+
+def test_what_is_impossible_is_explained_by_nothing(tmp_path: Path) -> None:
+    changes = {"rollout": prompt_of_another_row, "old_log_prob": entropy_below_zero}
+    told = faults(judged(tmp_path, changes))
+    assert told["old_log_prob"] == "DPA604", told
+
+
+def test_a_wrong_prompt_explains_the_log_probs_of_its_row(tmp_path: Path) -> None:
+    told = faults(judged(tmp_path, {"rollout": prompt_of_another_row}))
+    assert len(told) == 1
+    assert "old_log_prob" not in told
