@@ -1,29 +1,27 @@
 """What a configuration asks of a critic and of a KL in the rewards, and cannot have.
 
-What Megatron alone refuses is in :mod:`.megatron`, which looks at all roles.
+What holds for all roles is elsewhere: rows in :mod:`.sizes`, Megatron in :mod:`.megatron`.
 """
 
 from __future__ import annotations
 
 from omegaconf import DictConfig
 
-from dataproto_audit.trainer.backends.megatron.layout import check_ranks
-from dataproto_audit.trainer.backends.megatron.options import options_from
 from dataproto_audit.trainer.idle import Changed, changed, refuse_idle
 from dataproto_audit.trainer.rate_keys import check_rates
 from dataproto_audit.trainer.schema import AlgorithmConfig
 from dataproto_audit.trainer.schema_critic import CriticConfig
-from dataproto_audit.trainer.sizes import check_limit, check_rows, refuse_limit
-from dataproto_audit.trainer.workers.spec import CriticSpec, critic_spec, with_critic
+from dataproto_audit.trainer.sizes import check_limit, refuse_limit
+from dataproto_audit.trainer.workers.spec import with_critic
 
 OF_GAE = ("gamma", "lam")
 OF_KL = ("kl_penalty", "kl_ctrl.type", "kl_ctrl.kl_coef")
 OF_GROUPS = ("norm_adv_by_std_in_grpo",)
 
 
-def check_critic(config: DictConfig, *, world_size: int) -> None:
+def check_critic(config: DictConfig) -> None:
     """Raise UsageError for settings of critic and KL that do nothing (DPA851) or cannot work:
-    rates (DPA851), sizes that do not divide (DPA854), token limits (DPA856)."""
+    rates (DPA851), token limits (DPA856)."""
     if not config.algorithm.use_kl_in_reward:
         refuse_idle(_algorithm(config, OF_KL), "algorithm.use_kl_in_reward is false")
     estimator = f"algorithm.adv_estimator is {config.algorithm.adv_estimator}"
@@ -35,14 +33,7 @@ def check_critic(config: DictConfig, *, world_size: int) -> None:
         return
     refuse_idle(_algorithm(config, OF_GROUPS), f"{estimator}, which compares no groups")
     _token_limits(config)
-    made = critic_spec(config, options_from(config.actor_rollout_ref.actor.megatron))
     check_rates(config.critic.optim, config.trainer, key="critic.optim")
-    chunks = _chunks(config, made, world_size=world_size)
-    check_rows(
-        "critic", config, mini=made.update.mini_batch_size // config.actor_rollout_ref.rollout.n,
-        micro=made.update.micro.rows, chunks=chunks,
-        ranks=f"the critic's {chunks} data-parallel ranks",
-    )  # fmt: skip
 
 
 def _token_limits(config: DictConfig) -> None:
@@ -54,16 +45,6 @@ def _token_limits(config: DictConfig) -> None:
         return
     for name in ("ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu"):
         refuse_limit(f"critic.{name}", critic[name], switch="critic.use_dynamic_bsz")
-
-
-def _chunks(config: DictConfig, made: CriticSpec, *, world_size: int) -> int:
-    """Chunks that a batch is cut into for the critic."""
-    actor = config.actor_rollout_ref.actor
-    if (made.strategy or actor.strategy) != "megatron":
-        return max(1, world_size // int(actor.ulysses_sequence_parallel_size))
-    assert made.megatron is not None, "from a configuration"
-    check_ranks(made.megatron, world_size=world_size, key="critic.megatron")
-    return max(1, world_size // made.megatron.model_ranks)
 
 
 def _algorithm(config: DictConfig, names: tuple[str, ...]) -> Changed:

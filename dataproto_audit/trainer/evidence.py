@@ -18,8 +18,8 @@ from dataproto_audit.protocol import DataProto
 from dataproto_audit.trainer.callbacks import Callbacks
 from dataproto_audit.trainer.cpu import CpuMeter
 from dataproto_audit.trainer.rollout.group import Rollout
+from dataproto_audit.trainer.sizes import data_parallel_size
 from dataproto_audit.trainer.tokenizer import Tokenizer
-from dataproto_audit.trainer.validate import data_parallel_size
 from dataproto_audit.trainer.workers.group import WorkerGroup
 
 PROBED_ROWS = 8

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from dataproto_audit.codes import UsageError
 from dataproto_audit.trainer.backends.megatron import layout
 from dataproto_audit.trainer.backends.megatron.options import MegatronOptions
-from dataproto_audit.trainer.validate import data_parallel_size, world_size
+from dataproto_audit.trainer.sizes import data_parallel_size, section_of, world_size
 from dataproto_audit.trainer.workers.spec import (
     WorkerSpec,
     megatron_of,
@@ -52,23 +52,15 @@ def check_megatron(config: DictConfig, spec: WorkerSpec, model: Mapping[str, Any
         check_role(spec, role, rows=_rows(config, spec, role))
     for role in roles[1:]:
         _one_layout(spec, roles[0], role)
-    if "ref" in roles:
-        _reference_rows(config, spec)
     if "actor" in roles:
         _actor(config, spec)
-
-
-def section_of(role: str) -> str:
-    """The section of the configuration that ``role`` is set in."""
-    return role if role == "critic" else f"{ROLES}.{role}"
 
 
 def _rows(config: DictConfig, spec: WorkerSpec, role: str) -> int | None:
     """Rows of a mini-batch on each data-parallel rank; None for a role that does not train."""
     if role == "critic":
         assert spec.critic is not None, "it is one of the roles"
-        ranks = world_size(config) // megatron_of(spec, role).model_ranks
-        return spec.critic.update.mini_batch_size // ranks
+        return spec.critic.update.mini_batch_size // data_parallel_size(config, role)
     return spec.update.mini_batch_size // data_parallel_size(config) if role == "actor" else None
 
 
@@ -128,18 +120,6 @@ def _shown(options: MegatronOptions, name: str) -> str:
     """A value as a configuration writes it."""
     value = getattr(options, name)
     return "null" if value is None else str(value).lower()
-
-
-def _reference_rows(config: DictConfig, spec: WorkerSpec) -> None:
-    rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
-    ranks = world_size(config) // megatron_of(spec, "ref").model_ranks
-    if rows % ranks:
-        raise UsageError(
-            "DPA854",
-            f"{rows} rows of a step do not divide over the reference's {ranks} data-parallel "
-            "ranks.",
-            f"Change data.train_batch_size, rollout.n or {ROLES}.ref.megatron.",
-        )
 
 
 def _actor(config: DictConfig, spec: WorkerSpec) -> None:

@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataproto_audit.codes import UsageError
+from dataproto_audit.trainer.model_config import read_config
 from dataproto_audit.trainer.tokenizer import Tokenizer, load_tokenizer, write_char_tokenizer
-from dataproto_audit.trainer.weight_files import INDEX, check_weights, shards_of
+from dataproto_audit.trainer.weight_files import LOOKED_FOR, SUFFIXES, check_weights
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 SAVE_REMEDY = "Save model and tokenizer there with save_pretrained, or leave model.path empty."
@@ -50,7 +51,7 @@ class TinyModel:
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A checked model folder with its tokenizer; ``config`` is the parsed ``config.json``."""
+    """A checked model folder with its tokenizer; ``config`` is what :func:`read_config` gave."""
 
     path: Path
     config: dict[str, Any]
@@ -83,25 +84,23 @@ def open_model(path: Path) -> ModelFolder:
     missing = [name for name, there in _parts(path) if not there]
     if missing:
         raise UsageError("DPA852", f"{path}: missing {', '.join(missing)}.", SAVE_REMEDY)
-    config_file = path / "config.json"
-    try:
-        config = json.loads(config_file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError("DPA852", f"{config_file}: not readable ({error}).", SAVE_REMEDY) from None
+    config = read_config(path)
     check_weights(path, config)
     return ModelFolder(path, config, load_tokenizer(path, config))
 
 
 def holds_weights(path: Path) -> bool:
-    """Whether a model folder has any file of weights."""
-    return any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin"))
+    """Whether a model folder has any file of weights, or an index of some. Whether they are the
+    model's is for :func:`.weight_files.check_weights`."""
+    return any(
+        file.is_file() and (file.suffix in SUFFIXES or file.name in LOOKED_FOR)
+        for file in path.iterdir()
+    )
 
 
 def _parts(path: Path) -> Iterator[tuple[str, bool]]:
-    """Yield what a model folder needs and whether it is there; DPA852 for a bad index."""
+    """Yield what a model folder needs and whether it is there."""
     yield "config.json", (path / "config.json").is_file()
-    if (path / INDEX).is_file():
-        shards_of(path / INDEX)
     yield "weights (*.safetensors)", holds_weights(path)
     yield "a tokenizer (tokenizer.json)", any((path / name).is_file() for name in TOKENIZER_FILES)
 

@@ -109,7 +109,11 @@ class Range:
             return low
         return f"{low}, <= {self.high:.15g}"
 
-    def __str__(self) -> str:
+    def remedy(self, value: float) -> str:
+        """What to do about ``value``, which the range does not hold. Bounds that are only those of
+        the machine's numbers are told where they are the reason."""
+        if value > self.high:
+            return f"Set it to {self.high:.15g} or less."
         if self.low in (0, 1) and self.high == LARGEST and self.above == (self.low == 0):
             return "It must be positive."
         low = f"above {self.low:.15g}" if self.above else f"{self.low:.15g} or more"
@@ -206,7 +210,7 @@ def check_each(config: DictConfig) -> None:
         for name, allowed in ranges.items():
             value = getattr(node, name)
             if value is not None and not allowed.holds(value):
-                raise UsageError("DPA851", f"{section}.{name} is {value}.", str(allowed))
+                raise UsageError("DPA851", f"{section}.{name} is {value}.", allowed.remedy(value))
     for key in BETAS:
         betas = list(value_of(config, key))
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):

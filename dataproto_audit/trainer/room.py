@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from dataproto_audit.codes import UsageError
 from dataproto_audit.trainer.backends.megatron.sizes import head_dim
 from dataproto_audit.trainer.rollout.base import CPU_HEAD_SIZES
-from dataproto_audit.trainer.validate import world_size
+from dataproto_audit.trainer.sizes import world_size
 
 RANKS_A_CORE = 4
 """Ranks a core from which on a run on CPU is told to be slow."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dataproto_audit.codes import UsageError
+from dataproto_audit.trainer.model_config import TOKENS, load_json
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>", "<|user|>", "<|assistant|>", "<|system|>")
 CHARSETS = {
@@ -146,7 +147,7 @@ def load_tokenizer(folder: Path, model_config: Mapping[str, Any] | None = None) 
     ids = {f"{name}_id": getattr(backend, f"{name}_id") for name in _SPECIAL}
     if ids["eos_token_id"] is None and model_config is not None:
         eos_id = model_config.get("eos_token_id")
-        ids["eos_token_id"] = eos_id[0] if isinstance(eos_id, list) else eos_id
+        ids["eos_token_id"] = next(iter(eos_id), None) if isinstance(eos_id, list) else eos_id
     return Tokenizer(folder, backend=backend, plain=False, special=ids)
 
 
@@ -217,9 +218,16 @@ def _id_of(backend: Any, token: Any) -> int | None:
 
 
 def _stop_ids(folder: Path, eos_id: int) -> tuple[int, ...]:
-    extra = _read_json(folder / "generation_config.json").get("eos_token_id")
+    file = folder / "generation_config.json"
+    extra = _read_json(file).get("eos_token_id")
+    if not TOKENS.holds(extra):
+        raise UsageError(
+            "DPA852",
+            f"{file}: eos_token_id must be {TOKENS.words}.",
+            "Save it again, or take it out.",
+        )
     more = extra if isinstance(extra, list) else [] if extra is None else [extra]
-    return tuple(sorted({eos_id, *(int(value) for value in more)}))
+    return tuple(sorted({eos_id, *more}))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -227,7 +235,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        value = load_json(path)
+    except ValueError as error:
         raise UsageError("DPA852", f"{path}: not readable ({error}).", "Save it again.") from None
     return value if isinstance(value, dict) else {}

@@ -10,14 +10,21 @@ from omegaconf import DictConfig
 
 from dataproto_audit.codes import UsageError
 from dataproto_audit.dump.retention import Retention
-from dataproto_audit.trainer.backends.megatron.layout import check_ranks
-from dataproto_audit.trainer.backends.megatron.options import options_from
 from dataproto_audit.trainer.critic import check_critic
 from dataproto_audit.trainer.idle import check_engines
 from dataproto_audit.trainer.ranges import check_each
 from dataproto_audit.trainer.rate_keys import check_rates
 from dataproto_audit.trainer.rates import KEY as OPTIM
-from dataproto_audit.trainer.sizes import check_limit, check_rows, refuse_limit
+from dataproto_audit.trainer.sizes import (
+    check_limit,
+    check_rows,
+    data_parallel_size,
+    refuse_limit,
+    world_size,
+)
+from dataproto_audit.trainer.workers.spec import with_critic, with_reference
+
+__all__ = ("data_parallel_size", "validate", "world_size")
 
 GROUP_RELATIVE = ("grpo",)
 
@@ -44,24 +51,8 @@ def validate(config: DictConfig) -> None:
     _divisible(config)
     _token_limits(config)
     _lengths(config)
-    check_critic(config, world_size=world_size(config))
+    check_critic(config)
     _resume(config)
-
-
-def world_size(config: DictConfig) -> int:
-    """Training ranks of the run."""
-    return int(config.trainer.nnodes) * int(config.trainer.n_gpus_per_node)
-
-
-def data_parallel_size(config: DictConfig) -> int:
-    """Chunks that a batch is cut into for the actor; ranks that share a model's parts or a
-    sequence get the same one."""
-    actor = config.actor_rollout_ref.actor
-    if actor.strategy == "megatron":
-        together = options_from(actor.megatron).model_ranks
-    else:
-        together = int(actor.ulysses_sequence_parallel_size)
-    return max(1, world_size(config) // together)
 
 
 def _one_machine(config: DictConfig) -> None:
@@ -141,16 +132,10 @@ def _fsdp(config: DictConfig) -> None:
 
 
 def _divisible(config: DictConfig) -> None:
-    actor = config.actor_rollout_ref.actor
-    world = data_parallel_size(config)
-    if actor.strategy == "megatron":
-        check_ranks(options_from(actor.megatron), world_size=world_size(config))
-    micro = None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu
-    check_rows(
-        "actor", config, mini=actor.ppo_mini_batch_size, micro=micro, chunks=world,
-        ranks=f"{world} ranks",
-    )  # fmt: skip
-    warmup = config.warmup
+    there = {"actor": True, "ref": with_reference(config), "critic": with_critic(config)}
+    for role in (role for role, held in there.items() if held):
+        check_rows(config, role)
+    world, warmup = data_parallel_size(config), config.warmup
     if warmup.steps and warmup.batch_size % world:
         raise UsageError(
             "DPA854",

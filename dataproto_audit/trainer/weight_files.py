@@ -1,8 +1,9 @@
 """A model folder's weights held against its ``config.json``, before anything is loaded.
 
 Names and shapes come from the headers of safetensors files, so this costs milliseconds and imports
-neither torch nor transformers. Not covered: the names in ``pytorch_model*.bin`` (a rank that loads
-it names what is missing), models of other types than :data:`FAMILIES`, and quantized ones.
+neither torch nor transformers. Not covered: what is in ``pytorch_model*.bin`` (a rank that loads it
+names what is missing), models of other types than :data:`FAMILIES`, quantized ones, and a file that
+``config.json`` names as its ``transformers_weights``.
 """
 
 from __future__ import annotations
@@ -14,12 +15,18 @@ from typing import Any, NamedTuple
 
 from dataproto_audit.codes import UsageError
 from dataproto_audit.trainer.backends.megatron.sizes import head_dim, tied
+from dataproto_audit.trainer.model_config import FAMILIES, REMEDY, load_json
 
-FAMILIES = ("llama", "qwen2", "qwen3")
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+NAMES = (
+    ("model.safetensors", "model.safetensors.index.json"),
+    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
+"""Where transformers looks for a model's weights, in its order: one file, or an index of several.
+Files by other names are none of the model's."""
+LOOKED_FOR = tuple(name for names in NAMES for name in names)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-REMEDY = "Save the model there again with save_pretrained, config.json and weights together."
 SHOWN = 4
+SUFFIXES = (".safetensors", ".bin")
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
           "num_attention_heads")  # fmt: skip
 _BLOCK = 1 << 22
@@ -38,21 +45,28 @@ class Stored(NamedTuple):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that make up the model, by transformers' order of preference:
-    ``model.safetensors``, those of the index, or all there are."""
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
-    if (folder / INDEX).is_file():
-        return [folder / name for name in shards_of(folder / INDEX)]
-    return sorted(folder.glob("*.safetensors"))
+    """The files that make up the model, those that transformers would load: all safetensors, or
+    all of torch's ``.bin``. DPA852 where there are none, or an index names files not there."""
+    for single, index in NAMES:
+        if (folder / single).is_file():
+            return [folder / single]
+        if (folder / index).is_file():
+            return [folder / name for name in shards_of(folder / index)]
+    others = sorted(file.name for file in folder.iterdir() if file.suffix in SUFFIXES)
+    raise UsageError(
+        "DPA852",
+        f"{folder} holds no weights under a name that is looked for ({', '.join(LOOKED_FOR)})"
+        + (f"; there are {_few(others)}." if others else "."),
+        REMEDY,
+    )
 
 
 def shards_of(index: Path) -> list[str]:
     """Files that an index names; DPA852 for one that is no index, or names files not there."""
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(load_json(index)["weight_map"].values()))
         gone = [name for name in names if not (index.parent / name).is_file()]
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+    except (ValueError, KeyError, AttributeError, TypeError):
         raise UsageError("DPA852", f"{index}: no readable index of weights.", REMEDY) from None
     if gone or not names:
         what = f"lists files that are missing: {_few(gone)}" if gone else "lists no file"
@@ -60,14 +74,14 @@ def shards_of(index: Path) -> list[str]:
     return names
 
 
-def check_weights(folder: Path, config: Any, *, exact: bool = False) -> None:
-    """Raise UsageError DPA852 for weights that are damaged or that ``config`` does not describe.
+def check_weights(folder: Path, config: Mapping[str, Any], *, exact: bool = False) -> None:
+    """Raise UsageError DPA852 for weights that are not there, damaged, or that ``config`` does not
+    describe.
 
-    ``config`` is the parsed ``config.json`` of a causal language model. ``exact``: names must be
+    ``config`` is what :func:`.model_config.read_config` gave. ``exact``: names must be
     those of one (Megatron's reader takes them as they are), while transformers also loads a folder
     whose names lack the prefix ``model.``.
     """
-    _check_config(folder, config)
     stored = _stored(folder)
     if not stored:
         return
@@ -101,22 +115,6 @@ def check_weights(folder: Path, config: Any, *, exact: bool = False) -> None:
         )
 
 
-def _check_config(folder: Path, config: Any) -> None:
-    file = folder / "config.json"
-    if not isinstance(config, Mapping):
-        raise UsageError("DPA852", f"{file} holds no object.", REMEDY)
-    vocabulary, padding = config.get("vocab_size"), config.get("pad_token_id")
-    if not isinstance(vocabulary, int) or isinstance(vocabulary, bool) or vocabulary < 1:
-        raise UsageError("DPA852", f"{file}: no vocab_size in it.", REMEDY)
-    known = isinstance(padding, int) and not isinstance(padding, bool)
-    if padding is not None and not (known and -1 <= padding < vocabulary):
-        raise UsageError(
-            "DPA852",
-            f"{file}: pad_token_id {padding!r} is no token of a vocabulary of {vocabulary}.",
-            "Set it to a token, or to null.",
-        )
-
-
 def _stored(folder: Path) -> dict[str, Stored]:
     """Every tensor of the folder's safetensors files by name, from headers checked by the library
     that reads them."""
@@ -124,6 +122,8 @@ def _stored(folder: Path) -> dict[str, Stored]:
 
     found: dict[str, Stored] = {}
     for file in weight_files(folder):
+        if file.suffix != ".safetensors":
+            continue
         try:
             with safe_open(file, framework="np"):
                 pass
@@ -155,13 +155,10 @@ def _expected(config: Mapping[str, Any]) -> Iterator[tuple[str, Shape | None]]:
     kind = config.get("model_type")
     if kind not in FAMILIES or config.get("quantization_config"):
         return
-    sizes = [config.get(key) for key in _SIZES]
-    if not all(isinstance(size, int) and size > 0 for size in sizes):
-        return
-    vocabulary, hidden, inner, layers, heads = (int(size or 0) for size in sizes)
+    vocabulary, hidden, inner, layers, heads = (int(config[key]) for key in _SIZES)
     pairs, width = config.get("num_key_value_heads"), head_dim(config)
     query: int = heads * width
-    value = int(pairs) * width if isinstance(pairs, int) else None
+    value = None if pairs is None else int(pairs) * width
     own, mlp_bias = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
     yield EMBEDDING, (vocabulary, hidden)
     for layer in range(layers):

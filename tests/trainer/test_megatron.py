@@ -7,7 +7,7 @@ from dataproto_audit.trainer.backends.checkpoint import SEATS
 from dataproto_audit.trainer.config import load_config
 from dataproto_audit.trainer.models import TinyModel, write_tiny_model
 from dataproto_audit.trainer.preflight import prepare
-from dataproto_audit.trainer.validate import data_parallel_size
+from dataproto_audit.trainer.sizes import data_parallel_size
 from dataproto_audit.trainer.workers.spec import checkpoint_layout, worker_spec
 
 ACTOR = "actor_rollout_ref.actor"
@@ -108,6 +108,39 @@ def test_what_cannot_work_names_its_key(tmp_path, overrides, code, message):
     with pytest.raises(UsageError, match=f"{code} .*{message}"):
         prepared(tmp_path, *overrides)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "said"),
+    [
+        ("megatron_quickstart", [f"{REF}.strategy=fsdp2", f"{ACTOR}.use_kl_loss=true"],
+         "3 rows of a step .* reference's 2"),
+        ("quickstart",
+         [f"{REF}.strategy=megatron", f"{ACTOR}.ulysses_sequence_parallel_size=2",
+          "actor_rollout_ref.model.use_remove_padding=true"],
+         "3 rows of a step .* reference's 2"),
+        ("quickstart", [f"{ACTOR}.use_kl_loss=true"], "3 rows, which .* 2 ranks"),
+        ("megatron_quickstart", [f"{ACTOR}.megatron.tensor_model_parallel_size=1"],
+         "3 rows, which .* 2 ranks"),
+        ("ppo_quickstart",
+         [f"{ACTOR}.strategy=megatron", f"{ACTOR}.megatron.tensor_model_parallel_size=2",
+          "critic.strategy=fsdp2"],
+         "3 rows, which .* critic's 2"),
+    ],
+)  # fmt: skip
+def test_rows_divide_over_the_ranks_of_every_role_on_every_engine(tmp_path, name, overrides, said):
+    odd = ["data.train_batch_size=1", f"{ACTOR}.ppo_mini_batch_size=1", "warmup.steps=0",
+           "actor_rollout_ref.rollout.n=3"]  # fmt: skip
+    with pytest.raises(UsageError, match=f"DPA854 .*{said}"):
+        prepared(tmp_path, *overrides, *odd, name=name)
+    even = [item.replace("rollout.n=3", "rollout.n=4") for item in odd]
+    prepared(tmp_path, *overrides, *even, name=name)
+
+
+def test_rows_of_a_reference_that_nothing_reads_need_not_divide(tmp_path):
+    overrides = ("data.train_batch_size=1", f"{ACTOR}.ppo_mini_batch_size=1", "warmup.steps=0",
+                 "actor_rollout_ref.rollout.n=3", f"{ACTOR}.use_kl_loss=false")  # fmt: skip
+    prepared(tmp_path, *overrides)
 
 
 def test_a_reference_of_other_data_parallel_ranks_must_divide_the_rows(tmp_path):

@@ -61,6 +61,21 @@ def test_values_on_the_bounds_are_taken(override):
     check_each(load_config("quickstart", [override]))
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "remedy"),
+    [
+        (f"{ACTOR}.megatron.tensor_model_parallel_size", 99999999999, "2147483647 or less"),
+        (f"{ROLLOUT}.n", 99999999999, "2147483647 or less"),
+        (f"{ROLLOUT}.top_p", 1.5, "1 or less"),
+        (f"{ROLLOUT}.top_p", 0, "above 0 and at most 1"),
+        (f"{ROLLOUT}.n", 0, "It must be positive"),
+    ],
+)
+def test_the_remedy_is_about_the_bound_that_was_passed(key, value, remedy):
+    with pytest.raises(UsageError, match=f"DPA851 .*{remedy}"):
+        check_each(load_config("quickstart", [f"{key}={value}"]))
+
+
 def _numeric(section, prefix=""):
     hints = get_type_hints(section)
     for field in fields(section):

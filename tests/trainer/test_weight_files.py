@@ -48,6 +48,14 @@ def index_of_nothing(folder):
     (folder / INDEX).write_text(json.dumps({"weight_map": {EMBEDDING: "model-00001.safetensors"}}))
 
 
+def shards_without_index(folder):
+    weights = load_file(folder / FILE)
+    (folder / FILE).unlink()
+    for part, names in enumerate((sorted(weights)[::2], sorted(weights)[1::2]), 1):
+        held = {name: weights[name] for name in names}
+        save_file(held, folder / f"model-{part:05d}-of-00002.safetensors")
+
+
 def other_head(folder):
     """A tied model with an output layer of its own in the file."""
     configure(folder, tie_word_embeddings=True)
@@ -64,6 +72,11 @@ FAULTS = [
     (lambda f: (f / FILE).write_bytes(b"\x00\xffgarbage" * 9), "readable safetensors"),
     (cut_short, "readable safetensors"),
     (index_of_nothing, "missing: model-00001"),
+    (lambda f: (f / FILE).rename(f / "weights.safetensors"), "looked for .* weights.safetensors"),
+    (shards_without_index, "looked for .* model-00001-of-00002.safetensors, model-00002"),
+    (lambda f: (f / FILE).rename(f / "pytorch_model-00001.bin"), "looked for .*model-00001.bin"),
+    (lambda f: configure(f, num_hidden_layers="2"), "num_hidden_layers is '2'"),
+    (lambda f: (f / CONFIG).write_text("[" * 100_000), "nested too deeply"),
     (other_head, "tie_word_embeddings"),
 ]
 

@@ -7,7 +7,9 @@ from typing import Any
 
 from dataproto_audit.codes import UsageError
 from dataproto_audit.trainer.backends.base import FSDPOptions, ModelSpec
+from dataproto_audit.trainer.backends.hf import reason, unfit
 from dataproto_audit.trainer.backends.scoring import FAMILIES, check_family
+from dataproto_audit.trainer.model_config import REMEDY
 
 MODEL = "actor_rollout_ref.model"
 ACTOR = "actor_rollout_ref.actor"
@@ -69,10 +71,10 @@ def _check_reshard(options: FSDPOptions, *, sharded: int) -> None:
 def check_model(model: ModelSpec, options: FSDPOptions, config: Mapping[str, Any]) -> None:
     """Raise DPA851 for a model that the options do not know, DPA854 for heads that do not divide.
 
-    ``config`` is the model folder's ``config.json``. DPA852 if transformers knows no causal
-    language model of its type.
+    ``config`` is what :func:`..model_config.read_config` gave. DPA852 if transformers knows no
+    causal language model of its type, or does not take its values.
     """
-    _known_to_transformers(config.get("model_type"))
+    _known_to_transformers(config)
     on = [
         f"{MODEL}.{key}"
         for key, wanted in (
@@ -96,7 +98,7 @@ def check_model(model: ModelSpec, options: FSDPOptions, config: Mapping[str, Any
             f"Set it to 0 in config.json, or {MODEL}.use_remove_padding=false.",
         )
     shared = options.sequence_parallel
-    heads = int(config.get("num_attention_heads") or 1)
+    heads = int(config["num_attention_heads"])
     pairs = int(config.get("num_key_value_heads") or heads)
     if heads % shared or (pairs % shared and shared % pairs):
         raise UsageError(
@@ -108,8 +110,9 @@ def check_model(model: ModelSpec, options: FSDPOptions, config: Mapping[str, Any
         )
 
 
-def _known_to_transformers(kind: Any) -> None:
-    if kind in FAMILIES:  # without the import
+def _known_to_transformers(config: Mapping[str, Any]) -> None:
+    kind = config["model_type"]
+    if kind in FAMILIES:  # without the import: their values were checked where they were read
         return
     import transformers
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
@@ -122,3 +125,12 @@ def _known_to_transformers(kind: Any) -> None:
             "Use another model, or a release of transformers that has it; code in the folder is "
             "not run.",
         )
+    try:
+        CONFIG_MAPPING[kind].from_dict(dict(config))
+    except unfit() as error:
+        raise UsageError(
+            "DPA852",
+            f"config.json of the model: transformers {transformers.__version__} does not take it "
+            f"({reason(error)}).",
+            REMEDY,
+        ) from error

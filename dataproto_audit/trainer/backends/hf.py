@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -20,10 +21,16 @@ from dataproto_audit.trainer.backends.base import (
     TokenOutputs,
 )
 from dataproto_audit.trainer.backends.fused import plain_scores
-from dataproto_audit.trainer.backends.megatron.files import read_config
+from dataproto_audit.trainer.model_config import REMEDY, read_config
 
-REMEDY = "Save the model there again with save_pretrained, config.json and weights together."
 SHOWN = 4
+LOADING: tuple[type[Exception], ...] = (
+    OSError,
+    EOFError,
+    RuntimeError,
+    SafetensorError,
+    UnpicklingError,
+)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -59,10 +66,10 @@ def build_model(spec: ModelSpec) -> nn.Module:
                 **local,
                 **options,
             )
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+    except LOADING + unfit() as error:
         raise UsageError(
             "DPA852",
-            f"no weights in {folder} that transformers can load ({type(error).__name__}: {error}).",
+            f"no weights in {folder} that transformers can load ({reason(error)}).",
             REMEDY,
         ) from error
     missing = set(told["missing_keys"])
@@ -83,6 +90,23 @@ def build_model(spec: ModelSpec) -> nn.Module:
     return built
 
 
+def unfit() -> tuple[type[Exception], ...]:
+    """What transformers raises for a configuration that no model can be built from: its own checks
+    of types and sizes, or whatever computing with a wrong one ends in."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    computed = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+    return (StrictDataclassError, *computed)
+
+
+def reason(error: Exception) -> str:
+    """Type and words of an error in one line; torch's advice on unpickling is left out."""
+    text = str(error).strip()
+    if isinstance(error, UnpicklingError):
+        text = "no file that torch.save wrote, or one that holds more than tensors"
+    return f"{type(error).__name__}: {' '.join(text.split()).rstrip('.')}"
+
+
 @contextmanager
 def _quiet(missing_head: bool) -> Iterator[None]:
     """Without transformers' report of a head that is not in the folder, if that is foreseen."""
@@ -98,13 +122,8 @@ def _quiet(missing_head: bool) -> Iterator[None]:
 
 
 def model_config(spec: ModelSpec) -> dict[str, Any]:
-    """The folder's ``config.json``; raises DPA852 if there is none that can be read."""
-    folder = Path(spec.path)
-    if not (folder / "config.json").is_file():
-        raise UsageError(
-            "DPA852", f"{folder} has no config.json.", "Name a folder in Hugging Face layout."
-        )
-    return read_config(folder)
+    """The folder's checked ``config.json``; raises DPA852."""
+    return read_config(Path(spec.path))
 
 
 def takes_logits_to_keep(model: nn.Module) -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from dataproto_audit.trainer.backends.checkpoint import RankFile, read_rank_file
-from dataproto_audit.trainer.backends.megatron.files import read_config
 from dataproto_audit.trainer.backends.whole import Whole, whole_of_fsdp
+from dataproto_audit.trainer.model_config import read_config
 
 Files = list[dict[str, Tensor]]
 

@@ -53,6 +53,23 @@ def test_a_model_that_packing_does_not_know_is_refused(changes, shared, fragment
         check_model(PACKED, options, QWEN | changes)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_hidden_layers": "2"},
+        {"num_attention_heads": None},
+        {"rope_parameters": "x"},
+        {"dtype": "x"},
+    ],
+)
+def test_values_that_transformers_does_not_take_are_refused_for_other_types(wrong):
+    sizes = {"model_type": "mistral", "vocab_size": 19, "hidden_size": 32}
+    check_model(ModelSpec("m"), FSDPOptions(), sizes)
+    with pytest.raises(UsageError, match=r"DPA852 config\.json .*does not take it") as caught:
+        check_model(ModelSpec("m"), FSDPOptions(), sizes | wrong)
+    assert "\n" not in str(caught.value)
+
+
 def test_models_are_taken_where_the_switches_allow():
     for shared in (1, 2, 6):
         check_model(PACKED, FSDPOptions(sequence_parallel=shared), QWEN)

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 
@@ -58,4 +60,16 @@ def test_wrong_folders_and_dtypes_are_refused(tmp_path, tiny_model):
         hf.build_model(ModelSpec(str(tiny_model()), dtype="float8"))
     (tmp_path / "config.json").write_text((tiny_model() / "config.json").read_text())
     with pytest.raises(UsageError, match=r"DPA852 .*weights"):
+        hf.build_model(ModelSpec(str(tmp_path)))
+    for content in (b"garbage", b"", b"PK\x03\x04 cut off"):
+        (tmp_path / "pytorch_model.bin").write_bytes(content)
+        with pytest.raises(UsageError, match=r"DPA852 .*weights") as caught:
+            hf.build_model(ModelSpec(str(tmp_path)))
+        assert "\n" not in str(caught.value)
+
+
+def test_a_configuration_that_only_transformers_knows_to_be_wrong_is_refused(tmp_path):
+    sizes = {"model_type": "mistral", "vocab_size": 19, "num_hidden_layers": "2"}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    with pytest.raises(UsageError, match=r"DPA852 .*num_hidden_layers"):
         hf.build_model(ModelSpec(str(tmp_path)))

@@ -29,6 +29,7 @@ from dataproto_audit.trainer.backends.megatron.whole import SEAT, Held, megatron
 from dataproto_audit.trainer.backends.moments import weight_of
 from dataproto_audit.trainer.backends.shards import ShardSpec, fill
 from dataproto_audit.trainer.backends.whole import Whole
+from dataproto_audit.trainer.model_config import read_config
 
 with shims.importing():
     from megatron.core import parallel_state as groups
@@ -61,7 +62,7 @@ class MegatronBackend(Backend):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.device, self.trainable, self.options = device, optim is not None, options
         self._folder = Path(model.path)
-        self._hf = files.read_config(self._folder)
+        self._hf = read_config(self._folder)
         if model.values:  # nothing is tied to a value head
             self._hf["tie_word_embeddings"] = False
         build.join_groups(options, timeout_s=timeout_s, seed=seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,32 +24,22 @@ class Weights(Protocol):
         ...
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The parsed ``config.json``; raises DPA852."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise _lacks(folder, f"config.json cannot be read ({error})") from error
-    if not isinstance(config, dict):
-        raise _lacks(folder, "config.json holds no object")
-    return config
-
-
 @contextmanager
 def open_weights(folder: Path) -> Iterator[Weights]:
-    """A reader of safetensors, or of ``pytorch_model*.bin`` (read whole, without running code)."""
+    """A reader of the folder's :func:`.weight_files`: of safetensors, or of torch's ``.bin``, which
+    are read whole, without running code. Raises DPA852."""
     with ExitStack() as stack:
         readers: dict[str, Any] = {}
-        try:
-            for file in weight_files(folder):
-                reader = stack.enter_context(safe_open(str(file), framework="pt"))
-                readers |= dict.fromkeys(reader.keys(), reader)
-        except (OSError, SafetensorError) as error:
-            raise _lacks(folder, str(error)) from error
         tensors: dict[str, Tensor] = {}
-        if not readers:
-            for file in sorted(folder.glob("pytorch_model*.bin")):
+        for file in weight_files(folder):
+            if file.suffix != ".safetensors":
                 tensors |= _load(folder, file)
+                continue
+            try:
+                reader = stack.enter_context(safe_open(str(file), framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise _lacks(folder, str(error)) from error
+            readers |= dict.fromkeys(reader.keys(), reader)
 
         def read(name: str, *, shape: tuple[int, ...] | None = None) -> Tensor:
             if name in tensors:

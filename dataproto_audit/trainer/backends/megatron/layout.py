@@ -27,14 +27,6 @@ INSTALL = (
     'Install it: pip install "dataproto-audit[megatron]", or set '
     "actor_rollout_ref.actor.strategy=fsdp2."
 )
-NEEDED = (
-    "num_attention_heads",
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "vocab_size",
-)
-"""Sizes that config.json must give: transformers' defaults are not guessed."""
 USE_FSDP = "Set the strategy to fsdp2, or use another model."
 
 
@@ -54,9 +46,9 @@ def check_layout(
 ) -> None:
     """Raise the first thing that keeps ``options`` from working on ``world_size`` ranks.
 
-    ``model`` is the parsed ``config.json``; ``key`` the section that the options come from.
-    Raises DPA858 (megatron-core missing), DPA854 (sizes do not divide), DPA852 (config.json lacks
-    a size), DPA851 (the rest).
+    ``model`` is what :func:`...model_config.read_config` gave; ``key`` the section that the options
+    come from. Raises DPA858 (megatron-core missing), DPA854 (sizes do not divide), DPA851 (the
+    rest).
     """
     if not installed():
         raise UsageError("DPA858", "megatron-core is not installed.", INSTALL)
@@ -72,8 +64,6 @@ def check_layout(
         raise UsageError("DPA851", f"{key}.{wrong.key}: {wrong.text}", wrong.remedy)
     for wrong in _model(model):
         raise UsageError("DPA851", f"Megatron: {wrong.key}: {wrong.text}", wrong.remedy)
-    for name in NEEDED:
-        _count(model, name)
     for wrong in _sizes(options, model):
         raise UsageError("DPA854", f"{key}.{wrong.key}: {wrong.text}", wrong.remedy)
 
@@ -181,32 +171,20 @@ def _model(model: Mapping[str, Any]) -> Iterator[_Wrong]:
 
 def _sizes(options: MegatronOptions, model: Mapping[str, Any]) -> Iterator[_Wrong]:
     tp, pp = options.tp, options.pp
-    heads = _count(model, "num_attention_heads")
+    heads = int(model["num_attention_heads"])
     groups = int(model.get("num_key_value_heads") or heads)
     for name, count in (
         ("attention heads", heads),
         ("key-value heads", groups),
-        ("columns of the MLP", _count(model, "intermediate_size")),
+        ("columns of the MLP", int(model["intermediate_size"])),
     ):
         if count % tp:
             text = f"{count} {name} of the model do not divide over {tp} ranks."
             yield _Wrong(TP, text, f"Choose a divisor of {count}.")
-    layers = _count(model, "num_hidden_layers")
+    layers = int(model["num_hidden_layers"])
     if layers % pp:
         text = f"{layers} layers of the model do not divide over {pp} stages."
         yield _Wrong(PP, text, f"Choose a divisor of {layers}.")
     if layers % (pp * (options.vpp or 1)):
         text = f"{layers} layers do not divide into {options.vpp} chunks on each of {pp} stages."
         yield _Wrong(VPP, text, f"Choose a divisor of {layers // pp}, or null.")
-
-
-def _count(model: Mapping[str, Any], name: str) -> int:
-    value = model.get(name)
-    if not isinstance(value, int) or value < 1:
-        raise UsageError(
-            "DPA852",
-            f"config.json of the model gives no {name}"
-            + ("." if value is None else f": {value!r} is no count."),
-            "Save the model there with save_pretrained, or add the size.",
-        )
-    return value

@@ -163,9 +163,3 @@ def test_null_takes_the_default():
     )
     assert actor.model_ranks == 2
     assert actor.layout()["tp"] == 2
-
-
-@pytest.mark.parametrize("name", ["num_attention_heads", "num_hidden_layers", "vocab_size"])
-def test_a_config_without_a_size_is_refused(name):
-    with pytest.raises(UsageError, match=f"DPA852 config.json of the model gives no {name}"):
-        check(MegatronOptions(), **{name: None})
