@@ -346,15 +346,17 @@ def _missing(step: Replayed, compared: Sequence[Compared], blame: Blame) -> list
 
 def _either(step: Replayed, compared: Sequence[Compared], blame: Blame) -> list[str]:
     """Where two log-probs of a token disagree and nothing recorded tells which of them is wrong."""
+    doubts = [one.doubt for fault in blame.faults for one in fault.all if one.doubt]
     pair = {"old_log_probs", "ref_log_prob"}
     sampled = step.after("rollout")
     third = sampled is not None and "rollout_log_probs" in sampled.view.tensors
     if third or any(c.model and c.field in pair and c.verdict != "unknown" for c in compared):
-        return []
+        return doubts
     if any(f.lead.field == "ref_log_prob" and f.lead.check in PROBES
            and pair <= set(PROBES[f.lead.check].fields) for f in blame.faults):  # fmt: skip
         return [
+            *doubts,
             "old_log_prob or ref_log_prob: nothing recorded tells which of the two is wrong; keep "
-            "the engine's log-probs (calculate_log_probs), or pass --model DIR"
+            "the engine's log-probs (calculate_log_probs), or pass --model DIR",
         ]
-    return []
+    return doubts

@@ -13,9 +13,8 @@ Not covered: non-tensor fields, and a field that was padded to another width in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -54,9 +53,25 @@ def origin_of(
     where none is named) at which ``check`` could not run; None where there is none."""
     if number >= len(step.seen) or check not in PROBES:
         return None
+    if not is_partial(step.seen[number]):
+        return None
+    return made_at(
+        step, number, name, rows, lambda seen: is_partial(seen) and not _ran(seen, check)
+    )
+
+
+def made_at(
+    step: Replayed, number: int, name: str, rows: Sequence[int],
+    counts: Callable[[Seen], bool] = lambda seen: True,
+) -> Origin | None:  # fmt: skip
+    """The earliest boundary before ``number`` with the values that a field has there in ``rows``.
+
+    Looked for back to the first one that holds the field and has other values, or that does not
+    count; None where there is none.
+    """
     here = step.seen[number]
     field = here.view.tensors.get(name)
-    if field is None or not is_partial(here):
+    if field is None:
         return None
     found: Origin | None = None
     for place in range(number - 1, -1, -1):
@@ -64,7 +79,7 @@ def origin_of(
         held = there.view.tensors.get(name)
         if held is None or there.boundary.part:
             continue
-        if not is_partial(there) or _ran(there, check):
+        if not counts(there):
             break
         pairs = _pairs(here, there, field, held, rows)
         if pairs is None:
@@ -92,7 +107,11 @@ def _pairs(
         return None
     mine, other = _identities(here, len(ours)), _identities(there, len(theirs))
     if mine and {mine[row] for row in rows} <= set(other):
-        pairs = _matched(mine, other, rows)
+        # Two rows of one prompt and response are told apart by their values.
+        pairs = _matched(
+            [one.encode() + bits for one, bits in zip(mine, ours, strict=True)],
+            [one.encode() + bits for one, bits in zip(other, theirs, strict=True)], rows,
+        )  # fmt: skip
     elif ours == theirs:
         pairs = {row: row for row in rows}
     else:
@@ -102,15 +121,14 @@ def _pairs(
     return pairs
 
 
-T = TypeVar("T", str, bytes)
-
-
-def _matched(ours: Sequence[T], theirs: Sequence[T], rows: Sequence[int]) -> dict[int, int] | None:
+def _matched(
+    ours: Sequence[bytes], theirs: Sequence[bytes], rows: Sequence[int]
+) -> dict[int, int] | None:
     """Of equal ones the first here is the first there, and so on."""
-    where: dict[T, list[int]] = {}
+    where: dict[bytes, list[int]] = {}
     for place, one in enumerate(theirs):
         where.setdefault(one, []).append(place)
-    met: dict[T, int] = {}
+    met: dict[bytes, int] = {}
     pairs: dict[int, int] = {}
     for row, one in enumerate(ours):
         met[one] = met.get(one, 0) + 1

@@ -15,20 +15,25 @@ when it would be there without the faults before it:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from dataclasses import field as dc_field
-from typing import Any
 
 from dataproto_audit.contracts.fields import FIELDS
 from dataproto_audit.contracts.stages import STAGES
-from dataproto_audit.findings import SEVERITIES, Finding
 from dataproto_audit.probes import PROBES
 from dataproto_audit.replay.compared import Compared
-from dataproto_audit.replay.origins import odd_one, origin_of
+from dataproto_audit.replay.placed import (
+    ORDER,
+    Keys,
+    Suspect,
+    by_a_third,
+    of_compared,
+    of_finding,
+    traced,
+)
 from dataproto_audit.replay.replay import Replayed
 
-ORDER = {name: place for place, name in enumerate(STAGES)}
 COUNTS = frozenset({"DPA104", "DPA109", "DPA113", "DPA117", "DPA701", "DPA415"})
 """Codes that a wrong number of rows sets off again at later stages."""
 BETWEEN_FIELDS = frozenset({
@@ -55,40 +60,13 @@ UNDER_LOG_PROBS = (
     "sampling",
 )  # fmt: skip
 """What every log-prob depends on, whether or not a check reads it."""
+UNDER_COLUMNS = ("responses", "input_ids", "attention_mask")
+"""What the column of a log-prob depends on: another prompt or temperature moves none."""
 POSSIBLE = frozenset({"rollout_log_probs_nonpositive", "old_log_probs_nonpositive",
                       "ref_log_prob_nonpositive", "entropy_bounds"})  # fmt: skip
 """Checks of what a number may be at all: no token, prompt or temperature makes it so."""
 OF_GROUPS = frozenset({"DPA401", "DPA402", "DPA403", "DPA404"})
 """Codes of prompts and uids that do not belong together: which of the two is wrong is not known."""
-Keys = frozenset[str] | None
-
-
-@dataclass(frozen=True)
-class Suspect:
-    """Something wrong at a boundary. ``keys`` are the rows by key, None for all or unknown."""
-
-    boundary: int
-    stage: str
-    field: str
-    rows: tuple[int, ...]
-    tokens: Mapping[int, tuple[int, ...]]
-    keys: Keys
-    code: str = ""
-    check: str = ""
-    severity: str = "fail"
-    causes: tuple[str, ...] = ()
-    text: str = ""
-    evidence: Mapping[str, Any] = dc_field(default_factory=dict)
-    model: bool = False
-    row_keys: tuple[str, ...] = ()
-    place_name: str = ""
-    """Name of the boundary where it was seen; its rows are positions there."""
-
-    @property
-    def place(self) -> tuple[int, int, int]:
-        """Order of the loop, then of the boundaries, then severity."""
-        return (ORDER.get(self.stage, len(ORDER)), self.boundary,
-                SEVERITIES.index(self.severity))  # fmt: skip
 
 
 @dataclass
@@ -113,10 +91,11 @@ class Fault:
 
 def suspects(step: Replayed, compared: Iterable[Compared]) -> list[Suspect]:
     """Everything wrong, in the order of the boundaries; recomputed fields before checks there."""
-    out = [_of_compared(step, c) for c in compared if c.verdict == "differs"]
+    out = [of_compared(step, c) for c in compared if c.verdict == "differs"]
     for number, finding in step.sighted():
         if finding.severity != "info" and finding.stage:
-            out.append(_traced(step, _of_finding(step, number, finding)))
+            one = of_finding(step, number, finding)
+            out.append(one if one.code in ACROSS | COUNTS else traced(step, one))
     return sorted(out, key=lambda s: (s.boundary, _rank(s)))
 
 
@@ -131,75 +110,11 @@ def _rank(suspect: Suspect) -> int:
     return 2 if suspect.model else 3 if suspect.tokens else 5
 
 
-def _of_compared(step: Replayed, compared: Compared) -> Suspect:
-    keys = step.seen[compared.boundary].boundary.row_keys
-    tokens: dict[int, tuple[int, ...]] = {}
-    if compared.cells is not None and compared.cells.shape[1] > 1:
-        tokens = {row: tuple(compared.cells[row].nonzero()[0].tolist()) for row in compared.rows}
-    return Suspect(
-        compared.boundary, compared.stage, compared.field, compared.rows, tokens,
-        _keys(compared.rows, keys), check="recomputed", evidence=compared.evidence,
-        text=f"{compared.field} differs from its recomputation", model=compared.model,
-        row_keys=_named(compared.rows, keys),
-        place_name=step.seen[compared.boundary].boundary.name,
-    )  # fmt: skip
-
-
-def _of_finding(step: Replayed, number: int, finding: Finding) -> Suspect:
-    last = min(number, len(step.seen) - 1)
-    keys = step.seen[last].boundary.row_keys
-    return Suspect(
-        number, finding.stage, finding.field.split(".")[-1] or finding.field, finding.rows,
-        dict(finding.columns), _keys(finding.rows, keys), finding.code, finding.check,
-        finding.severity, finding.causes, f"{finding.title}: {finding.actual}",
-        finding.evidence, row_keys=_named(finding.rows, keys),
-        place_name=step.seen[number].boundary.name if number == last else "end",
-    )  # fmt: skip
-
-
-def _traced(step: Replayed, suspect: Suspect) -> Suspect:
-    """The suspect where its values were first seen; its keys stay those of where it was found."""
-    if suspect.code in ACROSS | COUNTS:
-        return suspect
-    where = step, suspect.boundary, suspect.check
-    name = odd_one(*where, suspect.field, suspect.rows)
-    if name != suspect.field:
-        suspect = replace(
-            suspect, field=name, text=f"{suspect.text}; by a third one {name} is the wrong one"
-        )
-    origin = origin_of(*where, name, suspect.rows)
-    if origin is None:
-        return suspect
-    at = origin.rows
-    return replace(
-        suspect, boundary=origin.boundary, stage=origin.stage,
-        rows=tuple(sorted(at[row] for row in suspect.rows)),
-        tokens={at[row]: columns for row, columns in suspect.tokens.items() if row in at},
-        text=f"{suspect.text}, as {suspect.place_name} shows, the first that could be checked",
-        place_name=step.seen[origin.boundary].boundary.name,
-    )  # fmt: skip
-
-
-def _keys(rows: Sequence[int], keys: Sequence[str]) -> Keys:
-    if not rows or not keys or max(rows) >= len(keys):
-        return None
-    return frozenset(identity(keys[row]) for row in rows)
-
-
-def _named(rows: Sequence[int], keys: Sequence[str]) -> tuple[str, ...]:
-    return tuple(keys[row] for row in rows if 0 <= row < len(keys))
-
-
-def identity(key: str) -> str:
-    """The part of a row key that tells prompt and response: a batch may not carry its uid yet."""
-    parts = key.rsplit("/", 2)
-    return parts[-2] if len(parts) == 3 else key
-
-
 class Blame:
     """Goes through the suspects of a step and keeps those that nothing before them explains."""
 
-    def __init__(self, compared: Sequence[Compared]) -> None:
+    def __init__(self, step: Replayed, compared: Sequence[Compared]) -> None:
+        self.step, self.compared = step, compared
         self.agreed = {(c.stage, c.field): c for c in compared if c.verdict == "agrees"}
         self.differing = {(c.stage, c.field) for c in compared if c.verdict == "differs"}
         self.faults: list[Fault] = []
@@ -217,6 +132,14 @@ class Blame:
         if self._cleared(suspect):
             self.explained.append(suspect)
             return
+        if self._modelled(suspect):
+            self._accuse(suspect)
+            return
+        explained = [keys for keys, _ in self._before(suspect) if keys is not None]
+        for part in by_a_third(self.step, suspect, frozenset().union(*explained)):
+            self._accuse(part)
+
+    def _accuse(self, suspect: Suspect) -> None:
         fault = next((f for f in self.faults if f.stage == suspect.stage), None)
         if fault is None:
             fault = Fault(suspect)
@@ -229,6 +152,13 @@ class Blame:
         whole = suspect.stage == "prompts" or suspect.code in SETTINGS
         for name in _spoils(suspect):
             self._spoilt.setdefault(name, []).append((None if whole else suspect.keys, fault))
+
+    def _modelled(self, suspect: Suspect) -> bool:
+        """True where a model told already whether the field is wrong."""
+        return suspect.check == "recomputed" or any(
+            (c.field, c.model) == (suspect.field, True)
+            for c in self.compared if c.verdict != "unknown"
+        )  # fmt: skip
 
     def _cleared(self, suspect: Suspect) -> bool:
         """True where the very cells that a check names agree with their recomputation."""
@@ -256,6 +186,8 @@ class Blame:
                 return fault
         if suspect.code in ACROSS:
             return None
+        if suspect.code == "DPA402" and (sampled := self._sampled_after(suspect.keys)):
+            return sampled
         not_finite = "non_finite" in suspect.causes
         if _stands_alone(suspect) and not not_finite:
             return None
@@ -281,11 +213,21 @@ class Blame:
                 if keys is None or not _hardly_seen(suspect, name, keys, fault):
                     yield keys, fault
 
+    def _sampled_after(self, keys: Keys) -> Fault | None:
+        """Where a model says that the engine sampled these very rows after other ids: the rollout
+        left wrong prompts with them, and another than their group's is the same fault."""
+        for fault in self.faults:
+            lead = fault.lead
+            if lead.model and lead.field == "rollout_log_probs" and keys and lead.keys == keys:
+                return fault
+        return None
+
     def _not_finite(self, suspect: Suspect) -> Fault | None:
         """NaN spreads: into metrics, losses, and every row of a group or a whitened batch."""
         place = ORDER.get(suspect.stage, 0)
         for fault in self.faults:
-            spread = any("non_finite" in one.causes for one in fault.all)
+            # Of a value out of its bounds it is one cause of several.
+            spread = any(one.causes[:1] == ("non_finite",) for one in fault.all)
             if spread and (fault.lead.boundary, ORDER.get(fault.stage, 0)) < (
                 suspect.boundary, place,
             ):  # fmt: skip
@@ -317,7 +259,8 @@ def _reads(suspect: Suspect) -> list[str]:
     if suspect.field:
         names.append(suspect.field)
     if any(name in LOG_PROBS for name in names):
-        names += UNDER_LOG_PROBS
+        moved = suspect.code == "DPA304" and suspect.causes[:1] == ("shift",)
+        names += UNDER_COLUMNS if moved else UNDER_LOG_PROBS
     return list(dict.fromkeys(names))
 
 
@@ -338,7 +281,7 @@ def _spoils(suspect: Suspect) -> list[str]:
 
 def blamed(step: Replayed, compared: Sequence[Compared]) -> Blame:
     """All suspects of a step, sorted into faults and what they explain."""
-    blame = Blame(compared)
+    blame = Blame(step, compared)
     for suspect in suspects(step, compared):
         blame.take(suspect)
     blame.faults.sort(key=lambda fault: min(one.place for one in fault.all))

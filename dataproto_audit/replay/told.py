@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dataproto_audit.probes import PROBES
+from dataproto_audit.replay.placed import Suspect
 from dataproto_audit.replay.replay import Replayed
 from dataproto_audit.replay.suspects import (
     IDS_AND_MASKS,
@@ -12,7 +13,6 @@ from dataproto_audit.replay.suspects import (
     SOMEWHERE,
     WITNESSED,
     Fault,
-    Suspect,
 )
 
 MAX_NAMED = 100_000

@@ -107,3 +107,43 @@ def test_a_wrong_prompt_explains_the_log_probs_of_its_row(tmp_path: Path) -> Non
     told = faults(judged(tmp_path, {"rollout": prompt_of_another_row}))
     assert len(told) == 1
     assert "old_log_prob" not in told
+
+
+def test_a_wrong_prompt_is_one_fault_with_a_model_too(tmp_path: Path) -> None:
+    """The engine's log-probs do not fit it, and it is not that of its group."""
+    verdict = judged(tmp_path, {"rollout": prompt_of_another_row}, model=True)
+    assert list(faults(verdict)) == ["rollout"], verdict.story()
+    assert verdict.rows == [0]
+    assert "DPA402 union.prompts" in verdict.to_dict()["evidence"]["explains"]
+
+
+def test_a_wrong_uid_beside_other_rows_of_the_engine_stands_by_itself(tmp_path: Path) -> None:
+    def engine_far(batch: DataProto) -> None:
+        sampled = batch.batch["rollout_log_probs"].clone()
+        sampled[long_rows(batch)[2]] -= 3.0
+        batch.batch["rollout_log_probs"] = sampled
+
+    changes = {"rollout": engine_far, "union": another_uid}
+    verdict = judged(tmp_path, changes, model=True)
+    assert list(faults(verdict)) == ["rollout", "union"], verdict.story()
+
+
+def test_a_temperature_that_was_lost_moves_no_columns(tmp_path: Path) -> None:
+    def without_meta(batch: DataProto) -> None:
+        batch.meta_info.pop("temperature")
+
+    changes = {"union": without_meta, "old_log_prob": two_rows_late}
+    assert list(faults(judged(tmp_path, changes))) == ["union", "old_log_prob"]
+
+
+def test_an_entropy_below_zero_makes_no_nan_elsewhere(tmp_path: Path) -> None:
+    def negated(batch: DataProto) -> None:
+        batch.batch["entropys"] = -batch.batch["entropys"]
+
+    def overflow(batch: DataProto) -> None:
+        reference = batch.batch["ref_log_prob"].clone()
+        reference[long_rows(batch)[0], 0] = float("nan")
+        batch.batch["ref_log_prob"] = reference
+
+    told = faults(judged(tmp_path, {"old_log_prob": negated, "ref_log_prob": overflow}))
+    assert told == {"old_log_prob": "DPA604", "ref_log_prob": "DPA301"}
