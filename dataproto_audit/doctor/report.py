@@ -62,7 +62,8 @@ def examine(
 
 def _own(config: str, overrides: Sequence[str]) -> dict[str, Any]:
     from dataproto_audit.trainer.config import load_config
-    from dataproto_audit.trainer.validate import validate, world_size
+    from dataproto_audit.trainer.sizes import world_size
+    from dataproto_audit.trainer.validate import validate
 
     loaded = load_config(config, overrides)
     found: list[Problem] = []

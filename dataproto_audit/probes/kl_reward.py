@@ -209,7 +209,7 @@ def _on_mask(
                 causes=("wrong_kl_estimator", "field_overwritten"),
             )  # fmt: skip
             return
-    others = next(_of_other_rows(penalty, distance, judged, rounding), None)
+    others = _of_other_rows(penalty, distance, judged, rounding)
     if others is None:
         ctx.unknown("no known KL estimator explains the penalty")
     name, beta, rows = others
@@ -225,12 +225,12 @@ def _on_mask(
 
 def _of_other_rows(
     penalty: Any, distance: Any, judged: Any, rounding: Callable[[float, Any], Any]
-) -> Iterator[tuple[str, float, Any]]:
-    """Estimators with the coefficient with which most rows hold another row's penalty, and which
-    rows ``[B]`` do not hold their own; nearly all must hold somebody's."""
+) -> tuple[str, float, Any] | None:
+    """The estimator and the coefficient with which most rows hold another row's penalty, and which
+    rows ``[B]`` do not hold their own; nearly all must hold somebody's. None where none is such."""
     common = judged.all(0)
     if not common.any():
-        return
+        return None
     looked = range(min(len(penalty), MAX_ROWS))
     for name, kl in _estimates(distance):
         total = np.abs(kl[:, common]).sum()
@@ -242,14 +242,15 @@ def _of_other_rows(
         if sum(others) > len(owners) / 2 and known >= MOST * len(owners):
             moved = np.zeros(len(penalty), bool)
             moved[: len(owners)] = [owner != row for row, owner in enumerate(owners)]
-            yield name, beta, moved
+            return name, beta, moved
+    return None
 
 
 def _owner(row: int, penalty: Any, want: Any, judged: Any, slack: Any) -> int | None:
     """The row whose wanted penalty ``row`` holds, itself before others; None for nobody's."""
     both = judged & judged[row]
     fits = ((np.abs(penalty[row] - want) <= slack) | ~both).all(1)
-    fits &= both.sum(1) >= np.minimum(LEAST_COMMON, judged[row].sum())
+    fits &= both.sum(1) >= min(LEAST_COMMON, judged[row].sum())
     return row if fits[row] else int(fits.argmax()) if fits.any() else None
 
 

@@ -86,9 +86,7 @@ def traced(step: Replayed, suspect: Suspect) -> Suspect:
     where = step, suspect.boundary, suspect.check
     name = odd_one(*where, suspect.field, suspect.rows)
     if name != suspect.field:
-        suspect = replace(
-            suspect, field=name, text=f"{suspect.text}; by a third one {name} is the wrong one"
-        )
+        suspect = _renamed(suspect, name)
     origin = origin_of(*where, name, suspect.rows)
     if origin is None:
         return suspect
@@ -96,6 +94,12 @@ def traced(step: Replayed, suspect: Suspect) -> Suspect:
         step, suspect, origin,
         f"{suspect.text}, as {suspect.place_name} shows, the first that could be checked",
     )  # fmt: skip
+
+
+def _renamed(suspect: Suspect, name: str) -> Suspect:
+    """The suspect with another field accused."""
+    told = f"{suspect.text}; by a third one {name} is the wrong one"
+    return replace(suspect, field=name, text=told)
 
 
 def _at(step: Replayed, suspect: Suspect, origin: Origin, text: str) -> Suspect:
@@ -148,7 +152,7 @@ def _under(
     )  # fmt: skip
     if not decided or (name, suspect.stage) == (suspect.field, STAGES_OF[name]):
         return part
-    part = replace(part, field=name, text=f"{part.text}; by a third one {name} is the wrong one")
+    part = _renamed(part, name)
     origin = made_at(step, suspect.boundary, name, rows)
     if origin is None:
         return replace(part, stage=STAGES_OF[name])

@@ -26,7 +26,7 @@ from dataproto_audit.trainer.algorithms.kl import kl_per_token
 from dataproto_audit.trainer.batching import balance
 from dataproto_audit.trainer.callbacks import Callbacks
 from dataproto_audit.trainer.metrics import batch_metrics, kl_metrics
-from dataproto_audit.trainer.validate import data_parallel_size
+from dataproto_audit.trainer.sizes import data_parallel_size
 from dataproto_audit.trainer.workers.spec import with_critic, with_reference
 
 STAGES = (

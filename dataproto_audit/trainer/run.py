@@ -37,7 +37,7 @@ from dataproto_audit.trainer.preflight import Inputs, prepare, settle_model
 from dataproto_audit.trainer.remedies import real_remedies
 from dataproto_audit.trainer.resume import CHECKPOINTS, MODEL, Resumed
 from dataproto_audit.trainer.rollout.group import Rollout
-from dataproto_audit.trainer.validate import data_parallel_size, world_size
+from dataproto_audit.trainer.sizes import data_parallel_size, world_size
 from dataproto_audit.trainer.workers import hang
 from dataproto_audit.trainer.workers.cluster import cluster, ray_options
 from dataproto_audit.trainer.workers.group import WorkerGroup

@@ -24,8 +24,6 @@ from dataproto_audit.trainer.sizes import (
 )
 from dataproto_audit.trainer.workers.spec import with_critic, with_reference
 
-__all__ = ("data_parallel_size", "validate", "world_size")
-
 GROUP_RELATIVE = ("grpo",)
 
 

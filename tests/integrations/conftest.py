@@ -87,11 +87,16 @@ def config(**changes: Any) -> Any:
 
 
 def make(
-    verl: ModuleType, *, steps: int = 1, options: Options | None = None, **changes: Any
+    verl: ModuleType,
+    *,
+    kind: Any = None,
+    steps: int = 1,
+    options: Options | None = None,
+    **changes: Any,
 ) -> Any:
-    """A trainer that is ready for ``fit``."""
+    """A trainer that is ready for ``fit``: verl's own, or of the class ``kind``."""
     tracking = importlib.import_module("verl.utils.tracking").Tracking()
-    trainer = verl.RayPPOTrainer(config(**changes), tracking, options, steps)
+    trainer = (kind or verl.RayPPOTrainer)(config(**changes), tracking, options, steps)
     trainer.init_workers()
     return trainer
 

@@ -144,9 +144,7 @@ def test_a_subclass_with_a_fit_of_its_own(verl: ModuleType) -> None:
         def fit(self) -> None:
             super().fit()
 
-    plain = make(verl)
-    trainer = Mine(plain.config, plain.logger)
-    trainer.init_workers()
+    trainer = make(verl, kind=Mine)
     with attach(trainer, run_dir="run") as attached:
         trainer.fit()
     assert attached.observed["advantage.after"] == 1
@@ -180,9 +178,7 @@ def test_a_loop_of_its_own_is_looked_at_stage_by_stage(
             self._update_actor(batch)
             self.logger.log(data=metrics, step=1)
 
-    plain = make(verl)
-    trainer = Filtering(plain.config, plain.logger)
-    trainer.init_workers()
+    trainer = make(verl, kind=Filtering)
     with attach(trainer, run_dir="run") as attached:
         trainer.fit()
     assert attached.observed["update_actor.after"] == 1

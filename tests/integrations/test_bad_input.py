@@ -80,10 +80,7 @@ def renamed(verl: ModuleType, steps: int = 1) -> Any:
                     data={"training/global_step": self.global_steps}, step=self.global_steps
                 )
 
-    plain = make(verl)
-    trainer = Mine(plain.config, plain.logger)
-    trainer.init_workers()
-    return trainer
+    return make(verl, kind=Mine)
 
 
 def test_stages_under_other_names_are_said(

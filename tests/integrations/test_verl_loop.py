@@ -18,10 +18,7 @@ SAID = "has a loop of its own"
 
 def of(cls: Any, verl: ModuleType, **changes: Any) -> Any:
     """A trainer of this class, ready for ``fit``."""
-    plain = make(verl, **QUIET, **changes)
-    trainer = cls(plain.config, plain.logger, steps=2)
-    trainer.init_workers()
-    return trainer
+    return make(verl, kind=cls, steps=2, **QUIET, **changes)
 
 
 def filtering(verl: ModuleType) -> Any:

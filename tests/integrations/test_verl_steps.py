@@ -38,10 +38,7 @@ def silent(verl: ModuleType, *, prompts: bool, updates: bool) -> Any:
                 batch = verl.compute_advantage(batch, adv_estimator="grpo", config=self.sim)
                 (self._update_actor if updates else self.learn)(batch)
 
-    plain = make(verl)
-    trainer = Mine(plain.config, plain.logger)
-    trainer.init_workers()
-    return trainer
+    return make(verl, kind=Mine)
 
 
 def test_a_loop_whose_steps_nobody_sees_begin(
@@ -136,9 +133,7 @@ def test_a_call_that_a_base_class_looks_up_is_hooked(verl: ModuleType) -> None:
         def fit(self) -> None:
             super().fit()
 
-    plain = make(verl)
-    trainer = Mine(plain.config, plain.logger)
-    trainer.init_workers()
+    trainer = make(verl, kind=Mine)
     with attach(trainer, run_dir="run") as attached:
         trainer.fit()
     assert attached.observed["kl_reward.after"] == 0

@@ -191,8 +191,8 @@ def test_k3_far_from_the_reference_is_steep(sign: float) -> None:
     kl = kl_estimate(old.float(), ref.float(), "k3").float()
     fields[FIELD] = (fields["token_level_scores"] - sign * 0.05 * kl).float()
     report = check({"batch": fields}, config={"use_kl_in_reward": True})
-    told = [outcome.kind for outcome in report.outcomes if outcome.check == PROBE]
-    assert told[-1:] == (["passed"] if sign > 0 else told[-1:])
+    told = {outcome.kind for outcome in report.outcomes if outcome.check == PROBE}
+    assert told == ({"passed"} if sign > 0 else {"failed", "not_applicable"})  # said once
     found = [f for f in report.findings if f.code == "DPA417"]
     assert [f.causes for f in found] == ([] if sign > 0 else [("wrong_kl_estimator", "wrong_sign")])
 

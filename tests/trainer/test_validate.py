@@ -4,7 +4,8 @@ import pytest
 
 from dataproto_audit.codes import UsageError
 from dataproto_audit.trainer.config import load_config
-from dataproto_audit.trainer.validate import validate, world_size
+from dataproto_audit.trainer.sizes import world_size
+from dataproto_audit.trainer.validate import validate
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"

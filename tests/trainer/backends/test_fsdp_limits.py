@@ -6,7 +6,8 @@ from dataproto_audit.codes import UsageError
 from dataproto_audit.trainer.backends.base import FSDPOptions, ModelSpec
 from dataproto_audit.trainer.backends.fsdp_limits import check_layout, check_model
 from dataproto_audit.trainer.config import load_config
-from dataproto_audit.trainer.validate import data_parallel_size, validate
+from dataproto_audit.trainer.sizes import data_parallel_size
+from dataproto_audit.trainer.validate import validate
 
 PACKED = ModelSpec("m", remove_padding=True)
 QWEN = {"model_type": "qwen3", "num_attention_heads": 6, "num_key_value_heads": 2}
